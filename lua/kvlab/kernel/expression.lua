@@ -22,6 +22,8 @@
 --   length    i32                of the sequence, in tokens
 --   layer     i32
 --   kv_head   i32
+--   scale     f32                what attention multiplies q . k by: 1 / sqrt(head_dim)
+--                                or the option of kv.attention; a constant of the kernel
 -- and in attention, of a query and a key that it sees:
 --   logit     f32 [head, token]  scale * q . k, capped where the attention has a soft cap
 --   query_position  i32          of the query in its sequence
@@ -182,9 +184,16 @@ local DEVIATION = ': with m = x:mean "token", ((x - m) ^ 2):mean "token" is the 
   .. "variance, and its sqrt() the standard deviation"
 local WRITTEN = { std = DEVIATION, var = DEVIATION, pow = ": write a ^ b",
                   square = ": write a ^ 2", add = ": write a + b", mul = ": write a * b" }
-Expression.__index = function(_, name)
+Expression.__index = function(self, name)
   local method = methods[name]
-  if method or type(name) ~= "string" then return method end
+  if method then return method end
+  if type(name) == "number" then
+    fail(user_line(), #self.args == 0 and "%s[%g]: %s" or "(%s)[%g]: %s",
+      nodes.text(self, 60), name, ("an expression has no entries, expected the name of "
+      .. "a method; it stands for all of %s at once"):format(
+        self.dims and nodes.dims_text(self.dims) or "its dimensions"))
+  end
+  if type(name) ~= "string" then return nil end
   if FIELDS[name] then return nil end
   local near, far = words.nearest(name, sorted.keys(methods))
   fail(user_line(), "%s is no method of an expression%s", name, WRITTEN[name]
@@ -213,6 +222,7 @@ M.leaves = {
   blocks = leaf("blocks", "i32", {}),      -- of the sequence
   length = leaf("length", "i32", {}),      -- of the sequence, in tokens
   layer = leaf("layer", "i32", {}), kv_head = leaf("kv_head", "i32", {}),
+  scale = leaf("scale", "f32", {}),        -- of the attention
   logit = leaf("logit", "f32", { "head", "token" }), -- what attention makes of q . k
   query_position = leaf("query_position", "i32", {}),
   weight = leaf("weight", "f32", { "head", "token" }), -- after the softmax

@@ -98,14 +98,15 @@ function M.without(dims, name)
   return left
 end
 
-local function dims_text(dims)
+--- "[token, dim]", or "no dimensions".
+function M.dims_text(dims)
   return #dims == 0 and "no dimensions" or "[" .. table.concat(dims, ", ") .. "]"
 end
 
 --- "lo, i32 [dim]": an operand, in the words of an error.
 function M.side(x)
   if x.op == "number" then return tostring(x) end
-  return ("%s (%s %s)"):format(M.text(x, 60), x.type, dims_text(x.dims))
+  return ("%s (%s %s)"):format(M.text(x, 60), x.type, M.dims_text(x.dims))
 end
 
 -- ---- in order -------------------------------------------------------------------------

@@ -37,14 +37,17 @@ local M = {}
 local AVAILABLE = {
   summary = { k = true, v = true, tokens = true, layer = true, kv_head = true },
   score = { q = true, k = true, v = true, tokens = true, position = true, block = true,
-            blocks = true, length = true, layer = true, kv_head = true },
-  map = { block = true, blocks = true, length = true, layer = true, kv_head = true },
+            blocks = true, length = true, layer = true, kv_head = true, scale = true },
+  map = { block = true, blocks = true, length = true, layer = true, kv_head = true,
+          scale = true },
   hook = { logit = true, position = true, query_position = true, block = true,
-           blocks = true, length = true, layer = true, kv_head = true },
+           blocks = true, length = true, layer = true, kv_head = true, scale = true },
   emit = { weight = true, position = true, query_position = true, tokens = true,
-           block = true, blocks = true, length = true, layer = true, kv_head = true },
+           block = true, blocks = true, length = true, layer = true, kv_head = true,
+           scale = true },
   prompt = { logit = true, position = true, query_position = true, tokens = true,
-             block = true, blocks = true, length = true, layer = true, kv_head = true },
+             block = true, blocks = true, length = true, layer = true, kv_head = true,
+             scale = true },
 }
 local PLACE_NAMES = { summary = "a summary", score = "a score", map = "a map",
                       hook = "a bias, a mask or a log_weight", emit = "an emit",
@@ -53,6 +56,14 @@ local PLACE_NAMES = { summary = "a summary", score = "a score", map = "a map",
 local INTERNAL = { score = true, lse = true, seen_from = true }
 -- Places whose inputs are fields of the policy.
 local HAS_INPUTS = { map = true, hook = true, emit = true, prompt = true }
+
+--- The expression with the attention's scale put in. It is a constant of the kernel, as
+-- the sizes of the dimensions are.
+local function with_scale(x, o)
+  local scale = o.scale or 1 / math.sqrt(o.head_dim)
+  return expression.replace(x, expression.leaves.scale,
+    expression.number(scale, "f32", "scale"))
+end
 
 local function fail(x, message, ...)
   error(("%s: %s"):format(expression.line_of(x), message:format(...)), 0)
@@ -308,7 +319,7 @@ end
 --- A kernel that gives every block a score.
 function M.score(x, fields, what, o)
   what = what .. ": score"
-  x = check_score(x, M.seen(fields, o.dtype), what)
+  x = with_scale(check_score(x, M.seen(fields, o.dtype), what), o)
   local plan = new_plan("score", what, o)
   plan.definitions = fields
   add_root(plan, "scores", x, "f32", o)
@@ -355,7 +366,7 @@ end
 
 --- A kernel over scores, element by element.
 function M.map(x, what, o)
-  x = M.check_map(x, what)
+  x = with_scale(M.check_map(x, what), o)
   local plan = new_plan("map", what, o)
   add_root(plan, "out", x, "f32", o)
   return plan
@@ -443,7 +454,7 @@ function M.hook(def, what, o)
   local add
   for _, name in ipairs { "bias", "log_weight" } do
     if def[name] then
-      local x = check_hook(name, def[name], what)
+      local x = with_scale(check_hook(name, def[name], what), o)
       add = add and add + x or x
     end
   end
@@ -452,7 +463,8 @@ function M.hook(def, what, o)
     add_root(plan, "add", by_key(add), "f32", o)
   end
   if def.mask then
-    add_root(plan, "mask", by_key(check_hook("mask", def.mask, what)), "u8", o)
+    add_root(plan, "mask", by_key(with_scale(check_hook("mask", def.mask, what), o)),
+      "u8", o)
   end
   return plan
 end
@@ -481,7 +493,7 @@ end
 
 --- What attention emits for each block that it read.
 function M.emit(name, x, what, o)
-  x = M.check_emit(name, x, what)
+  x = with_scale(M.check_emit(name, x, what), o)
   local plan = new_plan("emit", ("%s: emit.%s"):format(what, name), o)
   local score = leaf("score", "f32", { "head", "token" })
   x = expression.replace(x, expression.leaves.weight, weight_node(score))
@@ -497,12 +509,14 @@ function M.prompt(def, what, o)
   local plan = new_plan("prompt", what .. ": emit", o)
   local score, mask, roots = expression.leaves.logit, nil, {}
   for _, name in ipairs { "bias", "log_weight" } do
-    if def[name] then score = score + check_hook(name, def[name], what) end
+    if def[name] then
+      score = score + with_scale(check_hook(name, def[name], what), o)
+    end
   end
-  if def.mask then mask = check_hook("mask", def.mask, what) end
+  if def.mask then mask = with_scale(check_hook("mask", def.mask, what), o) end
   local weight = weight_node(score, mask)
   for _, name in ipairs(sorted.keys(def.emit)) do
-    local x = M.check_emit(name, def.emit[name], what)
+    local x = with_scale(M.check_emit(name, def.emit[name], what), o)
     roots[#roots + 1] = x
     x = expression.replace(x, expression.leaves.weight, weight)
     add_root(plan, name, x, "f32", o)

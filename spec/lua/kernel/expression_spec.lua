@@ -94,6 +94,18 @@ describe("an expression", function()
     end)
   end
 
+  it("has no entries", function()
+    local function refused(x, i, name, dims)
+      assert.equal(("%s[%d]: an expression has no entries, expected the name of a "
+        .. "method; it stands for all of %s at once"):format(name, i, dims),
+        message(function() return x[i] end))
+    end
+    for _, i in ipairs { 0, 1, -1 } do refused(e.k, i, "k", "[token, dim]") end
+    refused(e.q * e.k, 0, "(q * k)", "[head, token, dim]")
+    refused(e.lo, 2, "lo", "its dimensions")
+    assert.equal("0 is no name of a field", message(function() return e[0] end))
+  end)
+
   it("is checked again when its fields are known", function()
     local score = (e.q * e.lo):sum "token"
     local fields = place.fields({ lo = e.k:min "token" }, "policy p")

@@ -235,7 +235,7 @@ describe("a map of a policy", function()
                       mapped = map(fn) }
     end
     refused("policy mine: mapped: there is no q in a map, which knows block, blocks, "
-      .. "kv_head, layer, length", define, function(x)
+      .. "kv_head, layer, length, scale", define, function(x)
       return x + e.q:sum("dim", "head")
     end)
     refused("policy mine: mapped: x + q has dimensions [head, dim], expected none",

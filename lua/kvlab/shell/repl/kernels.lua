@@ -101,7 +101,7 @@ local function attach(value, dev)
   policy.attach(p, { device = dev, layers = 1, blocks = BLOCKS,
     block_size = show.BLOCK_SIZE, heads = show.KV_HEADS * show.GROUP,
     kv_heads = show.KV_HEADS, head_dim = show.HEAD_DIM, dtype = show.DTYPE,
-    max_blocks = BLOCKS, scale = 1, max_seqs = 1,
+    max_blocks = BLOCKS, scale = 1 / math.sqrt(show.HEAD_DIM), max_seqs = 1,
     format = { scales = function() end } })
   kernel_hook.emitters(p.prefill and p or {}, p) -- opens those of a prefill
   return p
