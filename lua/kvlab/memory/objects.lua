@@ -63,6 +63,8 @@ M.shape = { "a shape as policy.init gets it", function(x)
   return type(x) == "table" and is_device(x.device) and type(x.layers) == "number"
     and type(x.blocks) == "number" and type(x.block_size) == "number"
     and type(x.kv_heads) == "number" and type(x.head_dim) == "number"
+    and (x.heads == nil or type(x.heads) == "number")
+    and (x.scale == nil or type(x.scale) == "number")
 end }
 
 --- The same with query heads.

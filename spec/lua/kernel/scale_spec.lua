@@ -62,6 +62,19 @@ describe("e.scale", function()
     refused({ scale = e.k }, "summary.scale: expressions have a scale of their own")
   end)
 
+  it("and heads are numbers where a policy is attached", function()
+    local p = kv.policy.define { name = "scaled", decode = true, score = product } {}
+    for _, name in ipairs { "heads", "scale" } do
+      local shape = { device = kv.device "cpu", layers = 1, blocks = 4, block_size = 4,
+        kv_heads = 2, heads = 4, head_dim = 16, dtype = "f32", scale = 1 }
+      shape[name] = {}
+      local ok, why = pcall(kv.policy.attach, p, shape)
+      assert.is_false(ok)
+      assert.matches("attach: shape is a table, expected a shape as policy.init gets it",
+        why)
+    end
+  end)
+
   it("is the option of the attention that a policy is attached to", function()
     local function run(scale, factor)
       local p = kv.policy.define { name = "scaled", decode = true, prefill = false,
