@@ -176,7 +176,9 @@ end
 local function script_modules()
   local paths = {}
   for module in pairs(package.loaded) do
-    if module_paths[module] == nil then module_paths[module] = path_of_module(module) end
+    if module_paths[module] == nil then
+      module_paths[module] = path_of_module(module)
+    end
     paths[#paths + 1] = module_paths[module] or nil
   end
   return paths

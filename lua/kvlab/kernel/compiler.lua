@@ -18,8 +18,8 @@ local AVX2 = " -mavx2 -mfma -mf16c"
 local ISA_FLAGS = { plain = "", avx2 = AVX2, avx512 = AVX2 .. " -mavx512f -mavx512bw "
   .. "-mavx512dq -mavx512vl -mprefer-vector-width=512" }
 -- The header that kernels begin with. Half of the time of a compilation goes into what it
--- includes, so kernels include it precompiled. A process that compiles many makes that if no
--- other has: it pays from the fifth kernel on.
+-- includes, so kernels include it precompiled. A process that compiles many makes that if
+-- no other has: it pays from the fifth kernel on.
 local HEADER, FEW = "cpu/expression.h", 4
 -- Letters of a source beyond which -O3 takes minutes: it gets -O1.
 local LONG = 200000
