@@ -265,6 +265,10 @@ describe("docs", function()
     -- Policies of the pages meet only the specs that go through all policies: a process
     -- for each of the other files would find nothing to run.
     scratch:sh "cd spec/policies; rm $(grep -L 'tried[.]names' *_spec.lua)"
+    -- spec/lua/shell/new_spec.lua runs all that `kvlab test policy` runs; the pages, the
+    -- contract alone.
+    scratch:sh [[cd spec; for file in $(grep -l "tried[.]names" -r lua models); do
+      rm $file; echo > $file; done]]
     read_help()
   end)
 

@@ -42,7 +42,7 @@ describe("a built tree that cannot be written to", function()
     local folder = temporary.folder()
     tree, user = folder .. "/tree", folder .. "/user"
     processes.sh(([[mkdir -p %s %s/runtime %s/build/bin/release && cd '%s' &&
-      cp -R kvlab premake5.lua VERSION lua spec tools %s/ &&
+      cp -R kvlab premake5.lua VERSION lua spec tools kernels %s/ &&
       cp runtime/*.h %s/runtime/ && cp -L '%s' '%s/libkvlab.so' %s/build/bin/release/ &&
       touch %s/build/lock && chmod -R a+rX %s %s/.. && chmod 777 %s && cd %s &&
       { git init -q && git add VERSION && git -c user.name=spec -c user.email=s@s \

@@ -129,18 +129,11 @@ function Record:row(row)
   self.finished = self.finished + 1
 end
 
---- Raises "interrupted", after Ctrl-C.
-function Record:interrupted()
-  self.line:clear()
-  io.stderr:write("interrupted: ", self:explain(), "\n")
-  error("interrupted", 0)
-end
-
 --- Raises the failure of a configuration, which ends the run; with --keep-going, prints
 -- it instead.
 function Record:failure(config, problem)
   problem = secrets.mask(tostring(problem))
-  if problem:find("interrupted", 1, true) then self:interrupted() end
+  if problem:find("interrupted", 1, true) then error("interrupted", 0) end
   local words = ("%s\n  configuration %s"):format(problem,
     grids.describe(self.plan.grid, config))
   if not self.keeps_going then error(words .. "\n  " .. self:explain(), 0) end
@@ -172,6 +165,10 @@ local function run_missing(spec, plan, store, missing, given)
   local ok, problem = pcall(jobs > 1 and workers.run or run_here, spec, plan, missing,
     record, given)
   record.line:clear()
+  if not ok and tostring(problem):find("interrupted", 1, true) then
+    io.stderr:write("interrupted: ", record:explain(), "\n")
+    error("interrupted", 0)
+  end
   if not ok then error(problem, 0) end
   if record.failed > 0 then
     error(("%d configurations failed; %s"):format(record.failed, record:explain()), 0)

@@ -1,5 +1,6 @@
 local plot = require "kvlab.report.plot"
 local lines = require "kvlab.report.lines"
+local temporary = require "spec.temporary"
 local timeline = require "kvlab.report.timeline"
 
 local EVIL = "<script>\"'&`touch kvlab_oops`; system 'touch kvlab_oops' # a_b^2 %d\n!x"
@@ -343,7 +344,7 @@ describe("plot", function()
 
   it("is written in the format that a file's name asks for", function()
     if not is_installed() then return pending "gnuplot is not installed" end
-    local p, path = plot.lines(make_rows { "quest" }, VIEW), os.tmpname()
+    local p, path = plot.lines(make_rows { "quest" }, VIEW), temporary.path()
     local map = plot.heat_map { rows = 1, columns = 1, panels = { { values = { 1 } } } }
     local spans = { { kind = "load", begin_us = 0, end_us = 5 } }
     for _, one in ipairs { p, map, timeline.plot(spans) } do
@@ -354,23 +355,20 @@ describe("plot", function()
         local file = assert(io.open(name, "rb"))
         assert.truthy(file:read("*a"):find(start), ending)
         file:close()
-        os.remove(name)
       end
     end
-    os.remove(path)
     assert.error_matches(function() plot.write(p, "picture.eps") end,
       "path is picture.eps, expected a name that ends in .svg, .pdf or .png", 1, true)
   end)
 
   it("says which terminal gnuplot lacks", function()
-    local script = os.tmpname()
+    local script = temporary.path()
     local file = assert(io.open(script, "w"))
     file:write "#!/bin/sh\necho 'unknown or ambiguous terminal type' >&2\n"
     file:close()
     os.execute("chmod +x " .. script)
     plot.gnuplot = script
     local picture, reason = plot.draw(plot.lines(make_rows { "quest" }, VIEW), "pdf")
-    os.remove(script)
     assert.is_nil(picture)
     assert.truthy(reason:find("was built without pdfcairo", 1, true), reason)
   end)

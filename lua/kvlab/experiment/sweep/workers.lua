@@ -195,9 +195,7 @@ function M.run(_, plan, missing, record, given)
   end
   local ok, problem = pcall(pool.run, pool)
   for _, worker in pairs(pool.workers) do worker.process:close(true) end
-  if ok then return end
-  if tostring(problem):find("interrupted", 1, true) then record:interrupted() end
-  error(problem, 0)
+  if not ok then error(problem, 0) end
 end
 
 return M
