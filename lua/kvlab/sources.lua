@@ -168,7 +168,8 @@ local module_paths = {} -- of script_modules, by module; false for those that do
 --- Returns the file of a module that a script loaded; false for those that rows name in
 -- another way (the project's policies, say) and those that are installed in /usr.
 local function path_of_module(module)
-  local path, own = package.searchpath(module, package.path), library.paths.root .. "/lua/"
+  local own = library.paths.root .. "/lua/"
+  local path = package.searchpath(module, package.path)
   return path and path:sub(1, #own) ~= own and not path:find "^/usr/" and path or false
 end
 
