@@ -5,7 +5,8 @@ local temporary = require "spec.temporary"
 
 describe("a file on a full disk", function()
   it("is an error that names it", function()
-    local full = temporary.folder() .. "/full.svg" -- a link, so that no mistake harms /dev
+    -- a link, so that no mistake harms /dev
+    local full = temporary.folder() .. "/full.svg"
     assert.equal(0, os.execute("ln -s /dev/full " .. full))
     local words = full .. " cannot be written: No space left on device"
     for _, text in ipairs { "a", ("a"):rep(2 ^ 17) } do
