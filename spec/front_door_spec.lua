@@ -316,7 +316,7 @@ describe("the front door #slow", function()
       says(2, "help takes one verb at most", "./kvlab help run test")
       says(2, 'unknown verb "tets"; did you mean test%?', "./kvlab help tets")
       says(2, "repl takes no arguments", "./kvlab repl answer.lua")
-      says(2, "completion takes 1 arguments, not 0", "./kvlab completion")
+      says(2, "completion takes 1 argument, not 0", "./kvlab completion")
       says(1, "prefix/bin/kvlab exists and is no link", [[mkdir -p prefix/bin
         touch prefix/bin/kvlab; ./kvlab install prefix]])
       says(1, "kvlab.h exists and is not a bundle", "./kvlab bundle runtime/kvlab.h")
