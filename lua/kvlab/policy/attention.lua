@@ -166,7 +166,7 @@ function M.attention(o)
     scale = o.scale or 1 / math.sqrt(cache.head_dim),
     max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks),
   }
-  self.keepers, self.emitting, self.has_begun = {}, {}, {}
+  self.keepers, self.emitting = {}, {}
   each_policy(self, function(p)
     policy.attach(p, self.shape)
     policy.add_with_nested(p, self.keepers)
@@ -218,9 +218,8 @@ local function begin_contexts(self, batch, is_prefill)
   local of_rows = not is_prefill and (batch.tokens_count ~= batch.count or batch.tree)
   local ctx = self.context
   ctx.policy_name, ctx.reads = self.policy.name, nil
-  local phase = is_prefill and "prefill" or "decode"
-  ctx.checks_scores = self.probe ~= nil or not self.has_begun[phase]
-  self.has_begun[phase] = true
+  ctx.checks_scores = self.probe ~= nil
+    or not ctx.has_checked[is_prefill and "prefill" or "decode"]
   if self.reads and not is_prefill then
     ctx.reads = self.reads
     ctx.reads:begin_step()

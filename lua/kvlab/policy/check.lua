@@ -61,35 +61,51 @@ local function contents(t, waits, pointer)
   return ffi.cast(pointer, host.memory)
 end
 
+--- The blocks of sequence s whose scores decide: neither sink nor recent, and not alone.
+-- What is always selected needs no score, and a policy may leave it unwritten.
+local function decided(ctx, s, budget)
+  local n = ctx.sequences[s + 1]:blocks()
+  return budget.sink, n > 1 and n - budget.recent - 1 or -1
+end
+
+local function has_decided(ctx, budget)
+  for s = 0, ctx.seqs - 1 do
+    local first, last = decided(ctx, s, budget)
+    if first <= last then return true end
+  end
+end
+
 --- Raises unless `scores` are f32 [seqs, kv_heads or 1, width]; if ctx.checks_scores,
--- also when the scores of all blocks are NaN, so that nothing is selected but sink and
--- recent blocks; with --check, also for one NaN.
----@param what? string  what errors call them: "scores"
-function M.scores(ctx, scores, what)
+-- also when all that decide are NaN, so that nothing is selected but sink and recent
+-- blocks; with --check, also for one NaN.
+---@param budget kvlab.Budget  by which the blocks are selected
+---@param what? string         what errors call the scores: "scores"
+function M.scores(ctx, scores, budget, what)
   if not is_block_tensor(ctx, scores, F32) or scores.sizes[2] ~= ctx.width then
     refuse(ctx, "%s are %s, expected f32 [%d, %d or 1, %d]: sequences, KV heads, "
       .. "ctx.width", what or "scores", shown(scores), ctx.seqs, ctx.kv_heads, ctx.width)
   end
-  if not (command_line.check or ctx.checks_scores) or not access(ctx) then return end
+  if not (command_line.check or ctx.checks_scores) or not has_decided(ctx, budget)
+    or C.kvl_device_is_recording(ctx.device) == 1 then return end
   local values, heads = contents(scores, true, floats), tonumber(scores.sizes[1])
-  local rows, blocks, nans = ctx.seqs * heads, 0, 0
-  for row = 0, rows - 1 do
+  local has_number = false
+  for row = 0, ctx.seqs * heads - 1 do
     local s = math.floor(row / heads)
-    local n = ctx.sequences[s + 1]:blocks()
-    for b = 0, n - 1 do
+    local first, last = decided(ctx, s, budget)
+    for b = first, last do
       local x = values[row * ctx.width + b]
+      has_number = has_number or x == x
       if x ~= x and command_line.check then
         refuse(ctx, "the score of sequence %d, head %d, block %d is NaN, expected a "
           .. "number, or -inf for a block that is not eligible", s, row % heads, b)
       end
-      nans = nans + (x ~= x and 1 or 0)
     end
-    blocks = blocks + n
   end
-  if nans == blocks and blocks > rows then -- a block alone is always selected
+  if not has_number then
     refuse(ctx, "all %s of step %d are NaN, expected numbers: a block whose score is NaN "
       .. "is never selected", what or "scores", ctx.step)
   end
+  ctx.has_checked[ctx.is_prefill and "prefill" or "decode"] = true
 end
 
 local function refuse_entry(ctx, row, heads, i, block, before, n)

@@ -42,6 +42,7 @@ local M = {}
 ---@field device kvlab.Device
 ---@field batch kvlab.Batch        the step's batch: counts of new tokens and more
 ---@field checks_scores boolean    this step, scores that are all NaN are refused
+---@field has_checked table        phases in which a step's scores have been checked
 ---@field reads kvlab.Reads|nil    counts what a decode step reads while it is observed
 local Context = {}
 Context.__index = Context
@@ -159,7 +160,7 @@ function M.new(shape, limits)
     max_seqs = limits.max_seqs, max_blocks = limits.max_blocks,
     layers = shape.layers, block_size = shape.block_size, kv_heads = shape.kv_heads,
     heads = shape.heads, scale = shape.scale, format = limits.format,
-    step = 0, shape_number = 0, shapes = 0, shape_numbers = {}, ramps = {},
+    step = 0, shape_number = 0, shapes = 0, shape_numbers = {}, ramps = {}, has_checked = {},
     soft_cap = limits.soft_cap,
     chunk_budget = ffi.new "kvl_budget", few_budget = ffi.new "kvl_budget",
     scores = { [1] = new_pool(), [shape.kv_heads] = new_pool() },
@@ -333,7 +334,7 @@ local function step_budget(self, what, budget)
 end
 
 local function select_within(self, scores, budget)
-  check.scores(self, scores)
+  check.scores(self, scores, budget)
   local n = policy.budget_blocks(budget, self.width)
   local view = take_selection(self, tonumber(scores.sizes[1]), n)
   return ops.select(scores, self.lens, self.block_size, budget, view.selection,
@@ -384,9 +385,10 @@ end
 ---@param weights kvlab.Tensor  f32 [seqs, kv_heads or 1, width]
 function Context:trim(weights, mass, budget, selection, counts)
   argument("trim", "mass", mass, options.number)
-  check.scores(self, weights, "weights")
-  return ops.trim_selection(weights, self.lens, self.block_size, mass,
-    step_budget(self, "trim", budget), selection, counts)
+  budget = step_budget(self, "trim", budget)
+  check.scores(self, weights, budget, "weights")
+  return ops.trim_selection(weights, self.lens, self.block_size, mass, budget, selection,
+    counts)
 end
 
 --- Selects sink, recent and the blocks whose hashes are nearest to the query's, in one

@@ -110,12 +110,12 @@ describe("scores", function()
   it("are refused with --check when one is NaN", function()
     local definition = { defaults = { ratio = 0.3 }, score = function(_, ctx)
       local scores = ctx:new_scores(1):fill_(0)
-      scores:index(1):narrow(0, 1):fill_(0 / 0)
+      scores:index(1):reshape { ctx.width }:narrow(1, 1):fill_(0 / 0)
       return scores
     end }
     decode(definition)
     kv.command_line.check = true
-    local ok, text = pcall(refused, "the score of sequence 1, head 0, block 0 is NaN",
+    local ok, text = pcall(refused, "the score of sequence 1, head 0, block 1 is NaN",
       definition)
     kv.command_line.check = nil
     assert.is_true(ok, text)
@@ -146,6 +146,22 @@ describe("scores", function()
     s:decode { s:sequence(10) }
     s:close()
   end)
+
+  it("may be NaN where they decide nothing: sink, recent and a chunk's own blocks",
+    function()
+      local function definition(shown)
+        return { prefill = true, defaults = { ratio = 0.3, sink = 2, recent = 5 },
+          score = function(_, ctx)
+            local scores = ctx:new_scores(1):fill_(0 / 0)
+            if not ctx.is_prefill then -- blocks 2 ... 5 of the longer sequence decide
+              scores:index(1):reshape { ctx.width }:narrow(5, 1):fill_(shown)
+            end
+            return scores
+          end }
+      end
+      decode(definition(0))
+      refused("all scores of step 2 are NaN", definition(0 / 0))
+    end)
 
   it("of -inf are never selected, whatever the budget", function()
     local selection
