@@ -147,6 +147,19 @@ describe("the front door #slow", function()
       assert.equal("", changed_by(function() assert.equal("", build()) end, "*"))
     end)
 
+    it("asks make only when a file or an option has changed", function()
+      local broken = [[mkdir -p no && printf '#!/bin/sh\nexit 1\n' >no/make &&
+        chmod +x no/make && PATH="$PWD/no:$PATH" ]]
+      assert.equal(0, (sh(broken .. "./kvlab build")))
+      assert.equal(1, (sh(broken .. "CFLAGS=-O1 ./kvlab build")))
+      assert.equal(1, (sh(broken .. "./kvlab build")), "the last build has failed")
+      build()
+      assert.equal(0, (sh(broken .. "./kvlab build")))
+      assert.equal(1, (sh("rm build/bin/release/libkvlab.so; " .. broken
+        .. "./kvlab build")))
+      build()
+    end)
+
     it("works in a folder whose name no shell may read", function()
       local name = [[it's "a" $(touch pwned) `touch pwned` & folder]]
       local folder = temporary.folder() .. "/" .. name

@@ -43,14 +43,18 @@ local function find_commit()
     bundled:close()
     return words:gsub("%-dirty$", ""), words:find "%-dirty$" ~= nil
   end
+  if not io.open(root .. "/.git") then return nil end -- in another one's repository
   -- git reads no other user's repository unless told that it is safe; we run its code
   local git = files.shell_line { "git", "-c", "safe.directory=*", "-C", root }
-  if first_line(git .. " rev-parse --show-prefix") ~= "" then return nil end
-  local commit = first_line(git .. " rev-parse --verify HEAD")
-  if not commit then return nil end
-  local code = " -- lua kernels runtime"
-  local changed = first_line(git .. " status --porcelain" .. code)
-  if not changed then return commit, false end
+  local code, commit = " -- lua kernels runtime", nil
+  local pipe, is_dirty = io.popen(git .. " status --porcelain=v2 --branch" .. code
+    .. " 2>/dev/null"), false
+  for line in pipe:lines() do
+    commit = commit or line:match "^# branch%.oid (%x+)$"
+    is_dirty = is_dirty or line:sub(1, 1) ~= "#"
+  end
+  pipe:close()
+  if not commit or not is_dirty then return commit, false end
   local diff = first_line(("{ %s diff HEAD%s; %s ls-files -o --exclude-standard%s; }"
     .. " | sha256sum"):format(git, code, git, code))
   return commit, true, diff and diff:sub(1, 16)
