@@ -264,7 +264,7 @@ describe("docs", function()
     scratch:sh "cd spec/policies; rm $(grep -L 'tried[.]names' *_spec.lua)"
     -- spec/lua/shell/new_spec.lua runs all that `kvlab test policy` runs; the pages, the
     -- contract alone.
-    scratch:sh [[cd spec; for file in $(grep -l "tried[.]names" -r lua models); do
+    scratch:sh [[cd spec; for file in $(grep -lR '#policy' lua models); do
       rm $file; echo > $file; done]]
     read_help()
   end)

@@ -10,7 +10,8 @@ local temporary = require "spec.temporary"
 local paths = kv.paths
 if not paths.executable or not io.open(paths.root .. "/premake5.lua") then return end
 
-local NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups env HOME=/nonexistent "
+local NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups env -u XDG_CACHE_HOME "
+  .. "HOME=%s "
 local MOUNTED = "mount --bind %s %s && mount -o remount,ro,bind %s && "
 
 local function works(command)
@@ -44,13 +45,16 @@ describe("a built tree that cannot be written to", function()
     processes.sh(([[mkdir -p %s %s/runtime %s/build/bin/release && cd '%s' &&
       cp -R kvlab premake5.lua VERSION lua spec tools kernels %s/ &&
       cp runtime/*.h %s/runtime/ && cp -L '%s' '%s/libkvlab.so' %s/build/bin/release/ &&
+      { for file in $(grep -l '#policy' -r %s/spec/lua %s/spec/models); do
+        echo >$file; done; } &&
       touch %s/build/lock && chmod -R a+rX %s %s/.. && chmod 777 %s && cd %s &&
       { git init -q && git add VERSION && git -c user.name=spec -c user.email=s@s \
         commit -qm spec || true; } && chmod -R a-w %s]]):format(user, tree, tree,
-      paths.root, tree, tree, paths.executable, paths.library_dir, tree, tree, folder,
-      folder, user, tree, tree))
+      paths.root, tree, tree, paths.executable, paths.library_dir, tree, tree, tree, tree,
+      folder, folder, user, tree, tree))
     local mounted = MOUNTED:format(tree, tree, tree)
-    before = { user = works(NOBODY .. "true") and NOBODY or "", shell = "sh" }
+    local nobody = NOBODY:format(user)
+    before = { user = works(nobody .. "true") and nobody or "", shell = "sh" }
     if works(("unshare -m sh -c '%strue'"):format(mounted)) then
       before.shell = ("unshare -m sh -c '%sexec sh \"$0\"'"):format(mounted)
     end
@@ -80,7 +84,11 @@ describe("a built tree that cannot be written to", function()
   it("has a REPL, and holds the user's policies to the contract", function()
     assert.matches("^42\n$", ok("repl --device=cpu", "6 * 7\n"))
     ok "new policy mine"
-    assert.matches("0 failed\n$", ok "test policy policies/mine.lua --device=cpu")
+    -- A policy that compiles nothing; spec/lua/shell/new_spec.lua tries the template, and
+    -- all that `test policy` runs beside the contract.
+    files.write(user .. "/policies/my_quest.lua",
+      (files.read(paths.root .. "/lua/policies/quest.lua"):gsub('"quest"', '"my_quest"')))
+    assert.matches("0 failed\n$", ok "test policy policies/my_quest.lua --device=cpu")
     assert.matches("ok +CPU", select(2, kvlab "doctor"))
   end)
 
