@@ -12,8 +12,9 @@ local ffi = require "ffi"
 local M = {}
 
 local JOBS_MOST = 8
--- Threads of each process: with only one, no loop of a kernel would run in parallel.
-local THREADS = 2
+-- Files whose processes have two threads, so that loops of kernels run in parallel. With
+-- --full all have; elsewhere two threads would take half as much processor time again.
+local PARALLEL = "spec/kernels/"
 
 local function inside_root(root, name)
   if name:sub(1, #root + 1) == root .. "/" then return name:sub(#root + 2) end
@@ -170,7 +171,8 @@ local function serve(root, files, options, has_gpu)
 end
 
 local function start(file, options)
-  local words = { "env", "OMP_NUM_THREADS=" .. THREADS,
+  local threads = (options.full or file:find(PARALLEL, 1, true)) and 2 or 1
+  local words = { "env", "OMP_NUM_THREADS=" .. threads,
     package.loaded["kvlab.paths"].executable, "test", "--worker" }
   for _, word in ipairs(options.words) do
     if word:find "^%-%-" then words[#words + 1] = word end

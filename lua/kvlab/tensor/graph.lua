@@ -9,6 +9,7 @@ local device = require "kvlab.tensor.device"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
 local protected = require "kvlab.protected"
+local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
 local M = {}
@@ -32,7 +33,7 @@ ffi.metatype("kvl_graph", {
 function M.graph(fn, dev)
   options.argument("graph", "fn", fn, options.fn)
   dev = device.device(dev)
-  collectgarbage() -- memory that is freed while recording is held until its end
+  tensor.collect() -- memory that is freed while recording is held until its end
   C.kvl_interrupt_hold(1)
   collectgarbage "stop"
   local status = C.kvl_graph_begin(dev)

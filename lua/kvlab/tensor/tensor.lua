@@ -25,6 +25,7 @@ local shape_buffer = ffi.new "int64_t[6]"
 -- more. A GPU writes 256 MiB in a tenth of that, so it waits for a sixteenth of a GPU's
 -- memory, or a quarter of what was free after the last collection if that is less.
 local BYTES_BETWEEN_COLLECTIONS = 256 * 1024 * 1024
+local LITTLE = 16 * 1024 * 1024
 local bytes_on_cpu, bytes_on_gpu, bytes_live_before = 0, 0, 0
 local bytes_gpu, bytes_on_gpu_most -- of a GPU's memory, known when it has a tensor
 
@@ -46,6 +47,14 @@ local function collect_if_grown(most)
   else
     bytes_live_before = math.min(bytes_live_before, live)
   end
+end
+
+--- Frees the tensors that nobody holds any more, unless so few bytes were opened since
+-- the last time that there can be little of them.
+function M.collect()
+  if bytes_on_cpu + bytes_on_gpu < LITTLE then return end
+  collectgarbage()
+  bytes_on_cpu, bytes_on_gpu, bytes_live_before = 0, 0, bytes_live()
 end
 
 --- Counts the bytes of a new tensor.
