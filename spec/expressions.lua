@@ -1,26 +1,13 @@
 --- Runs expressions as a policy's kernels on small random caches, beside the reference
 -- (spec/reference/expression.lua), and makes random expressions. All stored numbers are
 -- small whole ones, so sums and products are exact and comparisons have one answer.
-local busted = require "busted"
-local compiler = require "kvlab.kernel.compiler"
 local kernel = require "kvlab.kernel.kernel"
 local kv = require "kvlab"
 local policy = require "kvlab.policy.policy"
 local reference = require "spec.reference.expression"
-local support = require "spec.support"
 
 local e = kv.expr
 local M = {}
-
---- Within a `describe`: kernels are compiled at -O1, since nobody waits for them; at -O3,
--- as they ship, where every combination is asked for.
-function M.compile_quickly()
-  local usual
-  busted.setup(function()
-    usual, compiler.level = compiler.level, support.is_full and compiler.level or "-O1"
-  end)
-  busted.teardown(function() compiler.level = usual end)
-end
 
 -- ---- random numbers -------------------------------------------------------------------
 

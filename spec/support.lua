@@ -122,6 +122,11 @@ end
 -- the environment of stock busted.
 M.is_full = require("kvlab.command_line").full or os.getenv "KVLAB_TEST_FULL" ~= nil
 
+-- Kernels are compiled at -O1, which takes two thirds of the time, since nobody waits for
+-- them; as they ship, at -O3, in spec/lua/kernel/shipped_spec.lua, in programs that specs
+-- start, and where every combination is asked for.
+if not M.is_full then require("kvlab.kernel.compiler").level = "-O1" end
+
 --- A sample of a table of cases, in which any two values of two fields still come
 -- together where they do in the table; all of them if that is asked for. The case with
 -- most pairs that no other has brought is taken, the first of equals, until none is left;

@@ -5,6 +5,7 @@
 local json = require "kvlab.json"
 local kv = require "kvlab"
 local llama = require "models.llama"
+local support = require "spec.support"
 
 local function read_json(path)
   local file = assert(io.open(kv.paths.root .. path))
@@ -21,9 +22,10 @@ describe("SmolLM2 #model", function()
     m = kv.model("smollm2", { device = "cpu", dtype = "f32", engine = { blocks = 64 } })
   end)
 
-  it("gives 200 greedy tokens of transformers, as text and in a batch", function()
-    local n = #golden.greedy
-    assert.equal(200, n)
+  it("gives the greedy tokens of transformers, as text and in a batch", function()
+    assert.equal(200, #golden.greedy)
+    local n = support.is_full and 200 or 80
+    local greedy = { unpack(golden.greedy, 1, n) }
     local text = m.tokenizer:decode(golden.tokens)
     assert.same(golden.tokens, m.tokenizer:encode(text))
     local parts = {}
@@ -31,8 +33,8 @@ describe("SmolLM2 #model", function()
       { max_tokens = n, on_text = function(part, answer)
         if answer.index == 1 then parts[#parts + 1] = part end
       end })
-    assert.same(golden.greedy, answers[1].ids)
-    assert.equal(m.tokenizer:decode(golden.greedy), answers[1].text)
+    assert.same(greedy, answers[1].ids)
+    assert.equal(m.tokenizer:decode(greedy), answers[1].text)
     assert.equal(answers[1].text, table.concat(parts))
     assert.matches("^ Paris%.", answers[2].text)
   end)
@@ -51,7 +53,7 @@ describe("SmolLM2 #model", function()
       .. "was without form, and void; and darkness was upon the face of the deep." }
 
   it("draws for a seed the same, whatever else is in the batch", function()
-    local list, o = {}, { max_tokens = 16, temperature = 0.8, top_k = 50, top_p = 0.95 }
+    local list, o = {}, { max_tokens = 8, temperature = 0.8, top_k = 50, top_p = 0.95 }
     for i, text in ipairs(TEXTS) do list[i] = { prompt = text, seed = 10 + i } end
     local together = m:generate(list, o)
     for i, one in ipairs(list) do

@@ -65,5 +65,7 @@ describe("prefetch", function()
   local PARTS = { "stress 4000", "order", "faults" }
   it_under("thread", "ends each of 4000 tasks once, keeps order, tells faults", PARTS)
   it_under("address,undefined", "does so, and leaves no memory behind", PARTS)
-  it_under("thread", "ends each of 30000 tasks once #slow", { "stress 30000" })
+  if support.is_full then
+    it_under("thread", "ends each of 30000 tasks once", { "stress 30000" })
+  end
 end)

@@ -1,7 +1,6 @@
 --- bias, mask, log_weight and emit against attention by the book, on every printer.
 -- Tolerances: spec/hooks.lua.
 local compiler = require "kvlab.kernel.compiler"
-local expressions = require "spec.expressions"
 local hooks = require "spec.hooks"
 local kv = require "kvlab"
 local support = require "spec.support"
@@ -133,7 +132,6 @@ describe("a hook of attention in C", function()
     pending "there is no C compiler"
     return
   end
-  expressions.compile_quickly()
   known_cases "cpu"
   random_cases("cpu", nil, 1, 12)
 end)

@@ -116,7 +116,6 @@ describe("a kernel in C", function()
     pending "there is no C compiler"
     return
   end
-  expressions.compile_quickly()
   known_cases("cpu")
   random_cases("cpu", nil, 1, 12)
 end)

@@ -144,7 +144,6 @@ describe("products in Lua", function() random_cases("cpu", "lua", 20, 10) end)
 
 describe("products in C", function()
   if not compiler.find() then return pending "there is no C compiler" end
-  expressions.compile_quickly()
   random_cases("cpu", nil, 20, 10)
 end)
 

@@ -96,6 +96,10 @@ local function cases_on(dev)
 end
 
 describe("what policies compute, as expressions", function()
+  local usual = compiler.level
+  setup(function() compiler.level = "-O3" end) -- as they ship
+  teardown(function() compiler.level = usual end)
+
   if not compiler.find() then
     pending "there is no C compiler"
     return
