@@ -6,6 +6,7 @@
  *
  * The arguments are followed by the grid: x, y, z, 8 bytes each. */
 #include <math.h>
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -42,16 +43,20 @@ static emulated_index threadIdx, blockIdx, blockDim, gridDim;
 enum { EMULATED_MOST = 1024, EMULATED_STACK = 1 << 20 };
 enum emulated_state { READY, AT_WARP, AT_BLOCK, ENDED };
 
+/* A thread begins with setcontext, and is left and entered again with longjmp, which asks
+ * the system nothing. */
 struct emulated_thread {
-  ucontext_t context;
+  jmp_buf at;
   emulated_state state;
+  bool has_begun;
   int exchanges; /* so many it has taken part in */
 };
 
 static struct {
   emulated_thread thread[EMULATED_MOST];
   unsigned long long mailbox[2][EMULATED_MOST]; /* by the parity of an exchange */
-  ucontext_t scheduler;
+  ucontext_t beginning;
+  jmp_buf scheduler;
   char *stacks;
   int threads, now;
   void (*body)(void);
@@ -60,22 +65,31 @@ static struct {
 static inline void emulated_wait(emulated_state at) {
   emulated_thread *t = &emulated.thread[emulated.now];
   t->state = at;
-  swapcontext(&t->context, &emulated.scheduler);
+  if (!_setjmp(t->at)) _longjmp(emulated.scheduler, 1);
   threadIdx.x = (unsigned)emulated.now;
 }
 static void emulated_start(void) {
   threadIdx.x = (unsigned)emulated.now;
   emulated.body();
   emulated.thread[emulated.now].state = ENDED;
-  swapcontext(&emulated.thread[emulated.now].context, &emulated.scheduler);
+  _longjmp(emulated.scheduler, 1);
+}
+static void emulated_begin(int i) {
+  emulated.thread[i].has_begun = true;
+  emulated.beginning.uc_stack.ss_sp = emulated.stacks + (size_t)i * EMULATED_STACK;
+  emulated.beginning.uc_stack.ss_size = EMULATED_STACK;
+  makecontext(&emulated.beginning, emulated_start, 0);
+  setcontext(&emulated.beginning);
 }
 
 /* Runs the threads first ... end - 1 until each waits or has ended. */
 static void emulated_advance(int first, int end) {
-  for (int i = first; i < end; i++)
+  for (volatile int i = first; i < end; i++)
     if (emulated.thread[i].state == READY) {
       emulated.now = i;
-      swapcontext(&emulated.scheduler, &emulated.thread[i].context);
+      if (_setjmp(emulated.scheduler)) continue;
+      if (emulated.thread[i].has_begun) _longjmp(emulated.thread[i].at, 1);
+      emulated_begin(i);
     }
 }
 /* Whether all of these threads are in a state. */
@@ -92,14 +106,9 @@ static void emulated_release(int first, int end) {
 static bool emulated_block(void) {
   const int n = emulated.threads;
   for (int i = 0; i < n; i++) {
-    emulated_thread *t = &emulated.thread[i];
-    getcontext(&t->context);
-    t->context.uc_stack.ss_sp = emulated.stacks + (size_t)i * EMULATED_STACK;
-    t->context.uc_stack.ss_size = EMULATED_STACK;
-    t->context.uc_link = NULL;
-    t->state = READY;
-    t->exchanges = 0;
-    makecontext(&t->context, emulated_start, 0);
+    emulated.thread[i].state = READY;
+    emulated.thread[i].has_begun = false;
+    emulated.thread[i].exchanges = 0;
   }
   for (;;) {
     for (int first = 0; first < n; first += 32) {
@@ -119,11 +128,13 @@ static bool emulated_block(void) {
 }
 
 static int emulate(const long long *grid, int threads, void (*body)(void)) {
-  const size_t bytes = (size_t)threads * EMULATED_STACK;
   if (threads > EMULATED_MOST || threads % 32) return -1;
-  emulated.stacks = (char *)mmap(NULL, bytes, PROT_READ | PROT_WRITE,
-                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (!emulated.stacks)
+    emulated.stacks = (char *)mmap(NULL, (size_t)EMULATED_MOST * EMULATED_STACK,
+                                   PROT_READ | PROT_WRITE,
+                                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (emulated.stacks == MAP_FAILED) return -1;
+  getcontext(&emulated.beginning);
   emulated.threads = threads;
   emulated.body = body;
   blockDim = {(unsigned)threads, 1, 1};
@@ -133,7 +144,6 @@ static int emulate(const long long *grid, int threads, void (*body)(void)) {
     for (blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++)
       for (blockIdx.x = 0; blockIdx.x < gridDim.x && right; blockIdx.x++)
         right = emulated_block();
-  munmap(emulated.stacks, bytes);
   return right ? 0 : -1;
 }
 
