@@ -5,6 +5,7 @@ local kernel = require "kvlab.kernel.kernel"
 local kv = require "kvlab"
 local policy = require "kvlab.policy.policy"
 local reference = require "spec.reference.expression"
+local support = require "spec.support"
 
 local e = kv.expr
 local M = {}
@@ -236,7 +237,8 @@ local function leaf(self)
       function() return e.position, 128 end, function() return e.blocks, 8 end,
       function() return e.kv_head, 4 end, function() return e.param "weight", 3 end,
       function() return e.q, 2 end }
-    for name, bound in pairs(self.fields) do
+    for _, name in ipairs(support.names(self.fields)) do
+      local bound = self.fields[name]
       choices[#choices + 1] = function() return e[name], bound end
       choices[#choices + 1] = choices[#choices]
     end

@@ -115,10 +115,12 @@ local function make_tiny_project()
   write("lua/kvlab/init.lua", [[
     local ffi = require "ffi"
     ffi.cdef "int kvl_answer(void);"
-    return {
+    local kv = {
       answer = function() return ffi.C.kvl_answer() end,
       cuda_available = function() return false end,
     }
+    function kv.load_all() return kv end
+    return kv
   ]])
   write("answer.lua", "print(require('kvlab').answer())")
 end

@@ -6,7 +6,7 @@
 local arguments = require "kvlab.arguments"
 local files = require "kvlab.files"
 local help = require "kvlab.shell.repl.help"
-local kv = require "kvlab"
+local kv = require("kvlab").load_all()
 local library = require "kvlab.library"
 local sorted = require "kvlab.sorted"
 

@@ -54,62 +54,83 @@ end
 --- Bytes of one element of a dtype.
 function M.dtype_bytes(name) return library.C.kvl_dtype_bytes(library.dtype(name)) end
 
-M.graph = require("kvlab.tensor.graph").graph
-M.ops = require "kvlab.tensor.ops"
-M.safetensors = require "kvlab.tensor.safetensors"
-M.gguf = require("kvlab.tensor.gguf").open
-M.npy = require "kvlab.tensor.npy"
-M.vllm = require "kvlab.tensor.vllm"
-
-M.tokenizer = require("kvlab.text.tokenizer").tokenizer
-M.task = require "kvlab.task.task"
-M.longbench = require "kvlab.task.longbench"
-M.scores = require "kvlab.task.scores"
-
-M.cache = require("kvlab.memory.cache").cache
-M.store = require "kvlab.memory.store"
-M.prefetch = require("kvlab.memory.prefetch").prefetch
-
-M.index_cache = require("kvlab.index.index_cache").index_cache
-M.indexer = require("kvlab.index.indexer").indexer
-M.landmarks = require("kvlab.index.landmarks").landmarks
-M.compressed = require("kvlab.index.compressed").compressed
-M.prefix_chunks = require("kvlab.index.prefix_chunks").prefix_chunks
-
 M.expr = expression.e
 M.kernel = { source = require("kvlab.kernel.source").source,
              map = require("kvlab.kernel.map").map }
 
-M.policy = require "kvlab.policy.policy"
-M.attention = require("kvlab.policy.attention").attention
-M.summary = require "kvlab.policy.summary"
-M.hash = require "kvlab.policy.hash"
-M.tally = require("kvlab.policy.tally").tally
-M.sampling = require("kvlab.policy.sampling").sampling
-M.reload = require "kvlab.policy.reload"
+-- What is loaded at its first use, since most programs need a third of it.
+local later = {}
+function later.graph() return require("kvlab.tensor.graph").graph end
+function later.ops() return require "kvlab.tensor.ops" end
+function later.safetensors() return require "kvlab.tensor.safetensors" end
+function later.gguf() return require("kvlab.tensor.gguf").open end
+function later.npy() return require "kvlab.tensor.npy" end
+function later.vllm() return require "kvlab.tensor.vllm" end
 
-M.probe = require "kvlab.observe.probe"
-M.record = require "kvlab.observe.record"
-M.capture = require "kvlab.observe.capture"
+function later.tokenizer() return require("kvlab.text.tokenizer").tokenizer end
+function later.task() return require "kvlab.task.task" end
+function later.longbench() return require "kvlab.task.longbench" end
+function later.scores() return require "kvlab.task.scores" end
 
-M.serve = require("kvlab.serve.serve").serve
-M.generate = require("kvlab.serve.generate").generate
-M.model = require("kvlab.serve.model").model
-M.http_server = require("kvlab.http.server").http_server
-M.cost_model = require "kvlab.serve.cost_model"
-M.trace = require "kvlab.serve.trace"
-M.replay = require "kvlab.serve.replay"
+function later.cache() return require("kvlab.memory.cache").cache end
+function later.store() return require "kvlab.memory.store" end
+function later.prefetch() return require("kvlab.memory.prefetch").prefetch end
 
-M.plot = require "kvlab.report.plot"
-M.table = require "kvlab.report.table"
-M.timeline = require "kvlab.report.timeline"
+function later.index_cache() return require("kvlab.index.index_cache").index_cache end
+function later.indexer() return require("kvlab.index.indexer").indexer end
+function later.landmarks() return require("kvlab.index.landmarks").landmarks end
+function later.compressed() return require("kvlab.index.compressed").compressed end
+function later.prefix_chunks()
+  return require("kvlab.index.prefix_chunks").prefix_chunks
+end
+
+function later.policy() return require "kvlab.policy.policy" end
+function later.attention() return require("kvlab.policy.attention").attention end
+function later.summary() return require "kvlab.policy.summary" end
+function later.hash() return require "kvlab.policy.hash" end
+function later.tally() return require("kvlab.policy.tally").tally end
+function later.sampling() return require("kvlab.policy.sampling").sampling end
+function later.reload() return require "kvlab.policy.reload" end
+
+function later.probe() return require "kvlab.observe.probe" end
+function later.record() return require "kvlab.observe.record" end
+function later.capture() return require "kvlab.observe.capture" end
+
+function later.serve() return require("kvlab.serve.serve").serve end
+function later.generate() return require("kvlab.serve.generate").generate end
+function later.model() return require("kvlab.serve.model").model end
+function later.http_server() return require("kvlab.http.server").http_server end
+function later.cost_model() return require "kvlab.serve.cost_model" end
+function later.trace() return require "kvlab.serve.trace" end
+function later.replay() return require "kvlab.serve.replay" end
+
+function later.plot() return require "kvlab.report.plot" end
+function later.table() return require "kvlab.report.table" end
+function later.timeline() return require "kvlab.report.timeline" end
+
+function later.experiment() return require "kvlab.experiment.experiment" end
+function later.statistics() return require "kvlab.experiment.statistics" end
+function later.synthetic() return require "kvlab.experiment.synthetic" end
 
 arguments.receivers(tensor.methods, "a tensor", tensor.is_tensor)
 arguments.receivers(device.methods, "a device", device.is_device)
 arguments.receivers(expression.methods, "an expression", expression.is_expression)
 
-M.experiment = require "kvlab.experiment.experiment"
-M.statistics = require "kvlab.experiment.statistics"
-M.synthetic = require "kvlab.experiment.synthetic"
+setmetatable(M, { __index = function(self, name)
+  local load = later[name]
+  if not load then return nil end
+  library.C.kvl_interrupt_hold(1) -- what is half loaded cannot be loaded again
+  local ok, value = pcall(load)
+  library.C.kvl_interrupt_hold(-1)
+  if not ok then error(value, 0) end
+  self[name] = value
+  return value
+end })
+
+--- Loads all of it, for those who list the names in kv.
+function M.load_all()
+  for name in pairs(later) do assert(M[name]) end
+  return M
+end
 
 return M

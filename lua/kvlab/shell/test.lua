@@ -15,6 +15,8 @@ local JOBS_MOST = 8
 -- Files whose processes have two threads, so that loops of kernels run in parallel. With
 -- --full all have; elsewhere two threads would take half as much processor time again.
 local PARALLEL = "spec/kernels/"
+-- Files that take long, and would else be alone at the end.
+local FIRST = { ["docs_spec.lua"] = true, ["prefetch_stress_spec.lua"] = true }
 
 local function inside_root(root, name)
   if name:sub(1, #root + 1) == root .. "/" then return name:sub(#root + 2) end
@@ -255,11 +257,17 @@ local function run_apart(root, files, options, jobs)
   return total
 end
 
---- The spec files among these files and in these folders.
+--- The spec files among these files and in these folders, in the order of their start.
 local function find_files(names)
   local busted = require "busted.core"()
   local _, _, find = require "busted.modules.test_file_loader"(busted, { "lua" })
-  return find(names, { "_spec%.lua$" }, { excludes = {}, recursive = true })
+  local first, rest, filters = {}, {}, { excludes = {}, recursive = true }
+  for _, file in ipairs(find(names, { "_spec%.lua$" }, filters)) do
+    local list = FIRST[file:match "[^/]*$"] and first or rest
+    list[#list + 1] = file
+  end
+  for _, file in ipairs(rest) do first[#first + 1] = file end
+  return first
 end
 
 local function count_cores()
