@@ -98,8 +98,8 @@ for _, name in ipairs(support.names(KNOWN)) do
 end
 known = support.sample(known)
 
--- Of those, what is compiled takes long: every known one in three kinds of shape, and every
--- kind of shape with two or three of the known ones.
+-- Of those, what is compiled takes long: every known one in three kinds of shape, and
+-- every kind of shape with two or three of the known ones.
 local few = {}
 for i, name in ipairs(support.names(KNOWN)) do
   for k = 0, 2 do few[#few + 1] = { known = name, seed = (i + 5 * k) % #CASES + 1 } end
