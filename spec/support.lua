@@ -157,6 +157,10 @@ end
 -- sample.
 function M.cases(list) return M.is_hostile and M.sample(list) or list end
 
+--- What a build runs of a list for the i-th of many: all of it, or in a hostile build one
+-- of it, so that together they run all.
+function M.one_each(list, i) return M.is_hostile and { list[i % #list + 1] } or list end
+
 --- Define `name` for the GPU; `fn(cuda, cpu)`. Pending without one.
 function M.it_on_gpu(name, fn)
   if not kv.cuda_available() then return busted.pending(name .. " #gpu") end

@@ -162,7 +162,8 @@ end
 
 --- The specs on a device. within: of outputs up to about 1, summed in another order.
 local function specs(dev, tags, within)
-  for _, name in ipairs(decode_policies()) do
+  for nth, name in ipairs(decode_policies()) do
+    local tiers = support.one_each(NAMES, nth)
     describe("policy " .. name .. " in a decode step of several tokens #policy" .. tags,
       function()
       local PROMPTS = { { "prefill", 1, 250 }, { "prefill", 2, 61 } }
@@ -178,7 +179,7 @@ local function specs(dev, tags, within)
         for key, value in pairs(complete or {}) do all[key] = value end
         local steps = script({ "verify", { 5, 9 }, 1, 2 }, { "verify", { 1, 4 }, 1, 2 })
         local dense = play(dev, "full", "resident", steps, {})
-        for _, tier in ipairs(NAMES) do
+        for _, tier in ipairs(tiers) do
           local outs = play(dev, name, tier, steps, all)
           for s = 1, 2 do
             close(joined(outs[s], 2, 3), joined(dense[s], 2, 3), within, tier)
@@ -191,7 +192,7 @@ local function specs(dev, tags, within)
         local one = script()
         for _ = 1, 5 do one[#one + 1] = { "decode", 1, 2 } end
         local several = script({ "verify", { 3, 3 }, 1, 2 }, { "verify", { 2, 2 }, 1, 2 })
-        for _, tier in ipairs(NAMES) do
+        for _, tier in ipairs(tiers) do
           local want, out = play(dev, name, tier, one), play(dev, name, tier, several)
           for s = 1, 2 do
             close(joined(out[s], 2, 3), joined(want[s], 2, 6), within, tier)
@@ -237,7 +238,7 @@ local function specs(dev, tags, within)
         local less = { ratio = 0.1, sink = 0, recent = 0, min_blocks = 0 }
         local some, none, all = { 3, 2 }, { 0, 4 }, { 20, 6 }
         local cases = {}
-        for _, tier in ipairs(NAMES) do
+        for _, tier in ipairs(tiers) do
           for _, back in ipairs { some, none, all } do
             for _, is_less in ipairs { false, name ~= "full" or nil } do
               cases[#cases + 1] = { tier = tier, back = back, is_less = is_less }

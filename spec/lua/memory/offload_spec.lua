@@ -41,9 +41,12 @@ local function close(got, want) support.close(got, want, TOLERANCE, TOLERANCE) e
 local function equal(got, want) support.equal(got, want) end
 
 local LENGTHS = { 1, 16, 33, 100, 187 }
+-- Block size, slots, blocks of a slot.
+local RINGS = { { 16, 1, 1 }, { 16, 2, 1 }, { 16, 4, 2 }, { 16, 3, 64 }, { 5, 2, 3 },
+                { 64, 1, 1 }, { 256, 4, 1 } }
 
 local function check_equalities(dev)
-  for _, name in ipairs(tried.names "decode") do
+  for i, name in ipairs(tried.names "decode") do
     local function decode_of(size)
       return { policy = name, options = options_of(name), steps = 10, lengths = LENGTHS,
                block_size = size, blocks = 256, chunk = 50 }
@@ -55,8 +58,7 @@ local function check_equalities(dev)
     end
 
     it("gives " .. name .. " through a ring what resident KV gives #policy", function()
-      for _, c in ipairs { { 16, 1, 1 }, { 16, 2, 1 }, { 16, 4, 2 }, { 16, 3, 64 },
-                           { 5, 2, 3 }, { 64, 1, 1 }, { 256, 4, 1 } } do
+      for _, c in ipairs(support.one_each(RINGS, i)) do
         check_offloaded(dev, decode_of(c[1]), { slots = c[2], slot_blocks = c[3] },
           resident_of(c[1]), close)
       end
@@ -65,7 +67,7 @@ local function check_equalities(dev)
     -- dense attention becomes a selection of all blocks, and a GPU splits that elsewhere
     local same = (name == "full" or tried.own) and close or equal
     it("gives " .. name .. " through a hot cache the same bits #policy", function()
-      for _, size in ipairs { 16, 5, 64 } do
+      for _, size in ipairs(support.one_each({ 16, 5, 64 }, i)) do
         check_offloaded(dev, decode_of(size), { hot_slots = 640 }, resident_of(size),
           same)
       end
