@@ -122,9 +122,9 @@ end
 -- the environment of stock busted.
 M.is_full = require("kvlab.command_line").full or os.getenv "KVLAB_TEST_FULL" ~= nil
 
--- Kernels are compiled at -O1, which takes two thirds of the time, since nobody waits for
--- them; as they ship, at -O3, in spec/lua/kernel/shipped_spec.lua, in programs that specs
--- start, and where every combination is asked for.
+-- Kernels are compiled at -O1, which takes two thirds of the time, because specs run each
+-- of them a few times only. They are compiled as they ship, at -O3, in
+-- spec/lua/kernel/shipped_spec.lua, in programs that specs start, and with --full.
 if not M.is_full then require("kvlab.kernel.compiler").level = "-O1" end
 
 --- A sample of a table of cases, in which any two values of two fields still come

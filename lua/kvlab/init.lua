@@ -58,7 +58,7 @@ M.expr = expression.e
 M.kernel = { source = require("kvlab.kernel.source").source,
              map = require("kvlab.kernel.map").map }
 
--- What is loaded at its first use, since most programs need a third of it.
+-- What is loaded when it is first used, because most programs need only a third of it.
 local later = {}
 function later.graph() return require("kvlab.tensor.graph").graph end
 function later.ops() return require "kvlab.tensor.ops" end
@@ -127,7 +127,7 @@ setmetatable(M, { __index = function(self, name)
   return value
 end })
 
---- Loads all of it, for those who list the names in kv.
+--- Loads every module, so that all names in kv can be listed. Returns kv.
 function M.load_all()
   for name in pairs(later) do assert(M[name]) end
   return M

@@ -43,12 +43,13 @@ local function find_commit()
     bundled:close()
     return words:gsub("%-dirty$", ""), words:find "%-dirty$" ~= nil
   end
-  if not io.open(root .. "/.git") then return nil end -- in another one's repository
+  if not files.real(root .. "/.git") then return nil end -- within another repository
   -- git reads no other user's repository unless told that it is safe; we run its code
   local git = files.shell_line { "git", "-c", "safe.directory=*", "-C", root }
   local code, commit = " -- lua kernels runtime", nil
   local pipe, is_dirty = io.popen(git .. " status --porcelain=v2 --branch" .. code
     .. " 2>/dev/null"), false
+  if not pipe then return nil end
   for line in pipe:lines() do
     commit = commit or line:match "^# branch%.oid (%x+)$"
     is_dirty = is_dirty or line:sub(1, 1) ~= "#"

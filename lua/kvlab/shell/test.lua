@@ -13,9 +13,9 @@ local M = {}
 
 local JOBS_MOST = 8
 -- Files whose processes have two threads, so that loops of kernels run in parallel. With
--- --full all have; elsewhere two threads would take half as much processor time again.
+-- --full all have; elsewhere a second thread costs processor time and tests nothing more.
 local PARALLEL = "spec/kernels/"
--- Files that take long, and would else be alone at the end.
+-- Files that take long, and would otherwise run alone at the end.
 local FIRST = { ["docs_spec.lua"] = true, ["prefetch_stress_spec.lua"] = true }
 
 local function inside_root(root, name)
