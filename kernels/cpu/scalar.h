@@ -9,7 +9,7 @@
 #include "kernels.h"
 
 #if defined(KVL_ISA_AVX512) || defined(KVL_ISA_AVX2)
-#include <immintrin.h>
+#include "cpu/intrinsics.h"
 #endif
 
 #define KVL_HOT __attribute__((always_inline))
