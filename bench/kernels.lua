@@ -85,7 +85,7 @@ local function minmax(seqs, len, is_hand)
     local ev = { layer = 0, k = cache, k_blocks = list, blocks = list,
                  num_tokens = counts }
     local function hand()
-      kv.check(kv.C.kvl_block_minmax(cache, list, counts, list, both))
+      kv.check(kv.C.kvl_block_minmax(cache, nil, list, counts, list, both))
     end
     local function run() p:on_decode_offload(ev) end
     return { run = is_hand and hand or run, bytes = cache:bytes() / 2 + both:bytes(),
@@ -112,7 +112,7 @@ local function over_keys(seqs, len, what, hand_group)
       { seed = 1, std = 0.05 })
     s.ctx.cache = cache
     local function hand()
-      kv.check(kv.C.kvl_score_max_qk(s.ctx.query, cache, s.ctx.tables, s.ctx.lens,
+      kv.check(kv.C.kvl_score_max_qk(s.ctx.query, cache, nil, s.ctx.tables, s.ctx.lens,
         kv.C.KVL_GROUP_MAX, s.scores))
     end
     local function run() p:score(s.ctx) end

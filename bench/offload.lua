@@ -29,7 +29,7 @@ local function gather(block_bytes)
   return function(b)
     local bytes = b.device:is_cpu() and 64 * MIB or 256 * MIB
     local far, near, from, to, order = scattered(b, block_bytes, bytes)
-    local function run() kv.check(kv.C.kvl_move_blocks(far, from, near, to, nil)) end
+    local function run() kv.check(kv.C.kvl_move_blocks(far, from, near, to, nil, nil)) end
     run()
     check_moved(far, near, order)
     return { run = run, bytes = bytes, limit = "L" }

@@ -96,7 +96,7 @@ local function block_minmax(n)
     local tokens = kv.full(b.device, "i32", { n }, BLOCK)
     local summary = kv.full(b.device, "bf16", { n, 2, KV_HEADS, DIM }, 0 / 0)
     local function run()
-      kv.check(kv.C.kvl_block_minmax(cache, blocks, tokens, nil, summary))
+      kv.check(kv.C.kvl_block_minmax(cache, nil, blocks, tokens, nil, summary))
     end
     return { run = run, bytes = cache:bytes() / 2 + summary:bytes(),
       written = summary:bytes(), check = function()

@@ -13,7 +13,7 @@
 #ifndef KVL_KERNELS_H
 #define KVL_KERNELS_H
 
-#include "base.h"
+#include "page.h"
 
 /* ORDER kvl_op */
 #define KVL_OPS(X)     \
@@ -38,6 +38,7 @@
   X(silu_mul)          \
   X(append_kv)         \
   X(copy_blocks)       \
+  X(read_blocks)       \
   X(paged_attention)   \
   X(merge_attention)   \
   X(block_minmax)      \
@@ -288,25 +289,15 @@ struct kvl_silu_mul_args {
   int32_t dtype;
 };
 
-/* One layer's KV memory [blocks, 2, kv_heads, block_size, head_dim]. Element d of block b,
- * half h (0: K, 1: V), KV head g and token t lies at (((b * 2 + h) * kv_heads + g) *
- * block_size + t) * head_dim + d. Compute this in int64. */
-struct kvl_cache_view {
-  void *kv;
-  int64_t blocks;
-  int32_t kv_heads, block_size, head_dim, dtype;
-  int32_t pinned;                 /* in host memory: all reads and writes cross the link */
-  const float *k_scale, *v_scale; /* optional [kv_heads], of an f8e4m3 cache */
-};
 struct kvl_append_kv_args {
-  struct kvl_cache_view cache;
+  struct kvl_pages cache;
   const void *k, *v;
   const int64_t *places;
   int64_t tokens;
   int32_t dtype; /* of k and v */
 };
 struct kvl_rope_append_args {
-  struct kvl_cache_view cache;
+  struct kvl_pages cache;
   void *q; /* changed in place; k and v stay as they are */
   const void *k, *v;
   const int32_t *positions;
@@ -316,12 +307,19 @@ struct kvl_rope_append_args {
   int32_t dtype;                /* of q, k and v */
 };
 struct kvl_copy_blocks_args {
-  struct kvl_cache_view cache;
+  void *memory;
   const int32_t *src, *dst;
+  int64_t blocks, bytes_block, n;
+};
+struct kvl_read_blocks_args {
+  struct kvl_pages cache;
+  const int32_t *blocks;
+  void *k, *v; /* optional [n, kv_heads, block_size, head_dim] */
   int64_t n;
+  int32_t dtype; /* of k and v */
 };
 struct kvl_paged_attention_args {
-  struct kvl_cache_view cache;
+  struct kvl_pages cache;
   const void *q;
   const int32_t *tables;            /* [seqs, max_blocks] */
   const int32_t *lens;              /* [seqs] */
@@ -340,7 +338,7 @@ struct kvl_paged_attention_args {
   int32_t tree_words;                       /* 0: no tree */
 };
 struct kvl_token_attention_args {
-  struct kvl_cache_view cache;
+  struct kvl_pages cache;
   const void *q;
   const int32_t *places; /* [rows, place_heads, k] */
   void *out;
@@ -358,14 +356,14 @@ struct kvl_merge_attention_args {
   int32_t dtype;
 };
 struct kvl_block_minmax_args {
-  struct kvl_cache_view cache;
+  struct kvl_pages cache;
   const int32_t *blocks, *tokens;
   const int32_t *rows; /* of the summary; NULL: blocks */
   void *summary;       /* cache's dtype */
   int64_t n, summary_rows;
 };
 struct kvl_block_mean_args {
-  struct kvl_cache_view cache;
+  struct kvl_pages cache;
   const int32_t *blocks, *tokens;
   const int32_t *rows; /* of the summary; NULL: blocks */
   void *summary;
@@ -387,7 +385,7 @@ struct kvl_score_mean_args {
   int32_t block_size, group, dtype, summary_dtype;
 };
 struct kvl_score_max_qk_args {
-  struct kvl_cache_view cache;
+  struct kvl_pages cache;
   const void *q;
   const int32_t *tables, *lens;
   float *scores;
@@ -433,7 +431,7 @@ struct kvl_hash_rows_args {
   int32_t head_dim, bits, dtype;
 };
 struct kvl_block_hash_args {
-  struct kvl_cache_view cache;
+  struct kvl_pages cache;
   const int32_t *blocks, *tokens;
   const int32_t *rows; /* of the hashes; NULL: blocks */
   const float *planes;
@@ -575,10 +573,10 @@ struct kvl_ragged_places_args {
 };
 
 struct kvl_move_blocks_args {
-  struct kvl_cache_view src, dst; /* may differ in kv, blocks and pinned only */
-  const int32_t *from, *to;       /* [seqs, lanes, n] */
-  int64_t *moved;                 /* optional */
-  int64_t seqs, lanes, n;         /* lanes: 1 or kv_heads */
+  struct kvl_pages src, dst; /* may differ in kv, blocks and pinned only */
+  const int32_t *from, *to;  /* [seqs, lanes, n] */
+  int64_t *moved;            /* optional */
+  int64_t seqs, lanes, n;    /* lanes: 1 or kv_heads */
 };
 struct kvl_cut_selection_args {
   const int32_t *selection; /* optional [seqs, heads, max_selected] */
@@ -592,13 +590,13 @@ struct kvl_cut_selection_args {
 
 /* One layer of a hot cache, see runtime/kvlab.h. */
 struct kvl_hot_view {
-  struct kvl_cache_view memory; /* its .blocks is the number of slots */
-  int32_t *slot_of;             /* [kv_heads, blocks] */
-  int32_t *block_of, *order;    /* [kv_heads, slots] */
-  const float *priority;        /* optional [kv_heads, blocks] */
-  int64_t *counters;            /* [5] */
-  int32_t *ahead;               /* optional [kv_heads, slots] */
-  int64_t blocks;               /* of the host tier */
+  struct kvl_pages memory;   /* its .blocks is the number of slots */
+  int32_t *slot_of;          /* [kv_heads, blocks] */
+  int32_t *block_of, *order; /* [kv_heads, slots] */
+  const float *priority;     /* optional [kv_heads, blocks] */
+  int64_t *counters;         /* [5] */
+  int32_t *ahead;            /* optional [kv_heads, slots] */
+  int64_t blocks;            /* of the host tier */
 };
 struct kvl_hot_resolve_args {
   struct kvl_hot_view hot;
@@ -613,8 +611,8 @@ struct kvl_hot_resolve_args {
 };
 struct kvl_hot_append_args {
   struct kvl_hot_view hot;
-  struct kvl_cache_view cache;  /* the host tier */
-  struct kvl_cache_view buffer; /* kv NULL: none */
+  struct kvl_pages cache;  /* the host tier */
+  struct kvl_pages buffer; /* kv NULL: none */
   const void *k, *v;
   const int64_t *places; /* of the host tier */
   const int64_t *buffer_places;
@@ -654,14 +652,8 @@ struct kvl_vllm_attention_args {
   int32_t version, dtype; /* version: 1 or 2. dtype: of q and out */
 };
 
-/* How many blocks of a sequence of n blocks may be selected. This is the only definition, for
- * both devices: KVL_INLINE makes nvcc compile it for the GPU, too. */
-#ifdef __CUDACC__
-#define KVL_INLINE static __host__ __device__ inline
-#else
-#define KVL_INLINE static inline
-#endif
-
+/* How many blocks of a sequence of n blocks may be selected: the only definition, for both
+ * devices. */
 KVL_INLINE int32_t kvl__budget_blocks(kvl_budget b, int32_t n) {
   int32_t k = b.blocks;
   if (b.ratio >= 0) {

@@ -4,13 +4,15 @@
 #ifndef KVL_BASE_H
 #define KVL_BASE_H
 
+#ifndef KVL_HAS_INTS /* kernels from Lua bring their own */
 #include <stddef.h>
 #include <stdint.h>
+#endif
 
 /* ffi:begin -- also read by ffi.cdef: no '#', no macros, no 64-bit constants */
 
 enum { KVL_DIMS_MAX = 6 };             /* dims of a tensor */
-enum { KVL_CODE_ARGUMENTS_MAX = 384 }; /* bytes, see kvl_code_launch */
+enum { KVL_CODE_ARGUMENTS_MAX = 512 }; /* bytes, see kvl_code_launch */
 
 /* ORDER kvl_status */
 typedef enum kvl_status {
@@ -36,6 +38,41 @@ typedef enum kvl_dtype {
   KVL_DTYPE_U8 = 6,
   KVL_DTYPE_U64 = 7,
 } kvl_dtype;
+
+/* How the numbers of a page of KV memory are stored. A codec that stores them as a dtype
+ * does has its number. */
+typedef enum kvl_codec {
+  KVL_CODEC_F32 = KVL_DTYPE_F32,
+  KVL_CODEC_F16 = KVL_DTYPE_F16,
+  KVL_CODEC_BF16 = KVL_DTYPE_BF16,
+  KVL_CODEC_F8E4M3 = KVL_DTYPE_F8E4M3,
+} kvl_codec;
+
+/* What a page of KV memory holds: the keys and values of block_size tokens in one layer. */
+typedef struct kvl_format {
+  int32_t codec; /* kvl_codec */
+  int32_t kv_heads, block_size;
+  int32_t key_dim, value_dim; /* numbers of a key, and of a value */
+  int32_t is_shared;          /* a value is the first value_dim numbers of its key */
+  const struct kvl_tensor *k_scale, *v_scale; /* f32 [kv_heads] of f8e4m3; NULL: 1 */
+} kvl_format;
+
+/* The strips of keys, or of values, within a page. */
+typedef struct kvl_strips {
+  int64_t begin, bytes; /* from the page's start to the first strip; of one strip */
+  int32_t bytes_row, dim;
+} kvl_strips;
+
+/* Memory of pages of one layer, as kernels see it; kernels/page.h finds rows in it. */
+typedef struct kvl_pages {
+  void *memory;
+  int64_t blocks, bytes_page;
+  kvl_strips key, value;
+  int32_t kv_heads, block_size;
+  int32_t codec;                  /* kvl_codec */
+  int32_t pinned;                 /* in host memory: all reads and writes cross the link */
+  const float *k_scale, *v_scale; /* optional [kv_heads]: they multiply what is stored */
+} kvl_pages;
 
 /* ORDER kvl_unary_op */
 typedef enum kvl_unary_op {

@@ -419,10 +419,11 @@ int kvl_sequence_table(const kvl_sequence *seq, int32_t *row, int width);
 /* ---- paged KV ops --------------------------------------------------------------------- */
 /* These ops share their arguments.
  *
- * cache is one layer's KV memory: f32, f16, bf16 or f8e4m3 [blocks, 2, kv_heads, block_size,
- * head_dim], K then V. head_dim is a multiple of 8 (of 16 for f8e4m3) from 8 to 256. An
- * f8e4m3 cache holds k / k_scale[kv_head] and v / v_scale[kv_head]; the scales are f32
- * [kv_heads] and belong to the cache (NULL: 1). Other caches have no scales. Summaries and
+ * cache is one layer's KV memory, [blocks, ...], and format says what its pages are. Without
+ * a format (NULL) the shape and the dtype of cache say it: f32, f16, bf16 or f8e4m3 [blocks,
+ * 2, kv_heads, block_size, head_dim], K then V. head_dim, which is key_dim and value_dim of a
+ * format, is a multiple of 8 (of 16 for f8e4m3) from 8 to 256. An f8e4m3 cache holds
+ * k / k_scale[kv_head] and v / v_scale[kv_head]. Other caches have no scales. Summaries and
  * scores of an f8e4m3 cache are in the cache's own units: a scale > 0 does not change the
  * order of a KV head's blocks.
  *
@@ -433,27 +434,40 @@ int kvl_sequence_table(const kvl_sequence *seq, int32_t *row, int width);
  * sequence s holds the tokens from b * block_size on. Nothing past lens[s] influences a
  * result, whatever its bits are. */
 
+/* The bytes of a page. Errors: INVALID if there can be no such pages; the words say why. */
+int64_t kvl_format_bytes_page(const kvl_format *format);
+
+/* What kernels from Lua get instead of a cache and its format. Errors: INVALID. */
+int kvl_pages_of(const kvl_tensor *cache, const kvl_format *format, kvl_pages *out);
+
 /* cache[place] = k, v. A token whose place is < 0 is skipped.
  *  k, v              like cache or f32 (f8e4m3 cache: f32 f16 bf16)
  *                    [tokens, kv_heads, head_dim]
- *  places             i64 [tokens]  the place of each token, block * block_size + offset
- *  k_scale, v_scale  f32 [kv_heads] of an f8e4m3 cache, see above; NULL */
+ *  places             i64 [tokens]  the place of each token, block * block_size + offset */
 int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *places,
-                  const kvl_tensor *cache, const kvl_tensor *k_scale,
-                  const kvl_tensor *v_scale);
+                  const kvl_tensor *cache, const kvl_format *format);
 /* kvl_rope of q and k and then kvl_append_kv, in one launch and with the same bits as the
  * two. q is rotated in place. k is rotated on its way into the cache; the arguments k and v
  * stay as they are. No two tokens may have the same place.
  *  q                    like k  [tokens, heads, head_dim]
- *  k, v, places, scales  as for kvl_append_kv
+ *  k, v, places         as for kvl_append_kv
  *  positions, inv_freq  as for kvl_rope */
 int kvl_rope_append(const kvl_tensor *q, const kvl_tensor *k, const kvl_tensor *v,
                     const kvl_tensor *positions, const kvl_tensor *inv_freq,
                     const kvl_tensor *places, const kvl_tensor *cache,
-                    const kvl_tensor *k_scale, const kvl_tensor *v_scale);
+                    const kvl_format *format);
 /* Copies whole blocks, dst[i] = src[i]; no block may be both. src and dst are i32 [n]; a
- * pair with -1 is skipped. */
+ * pair with -1 is skipped. cache is [blocks, ...] of any dtype, and a block a multiple of 16
+ * bytes: a copy does not look into pages. */
 int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tensor *cache);
+
+/* Reads the keys and values of some blocks out of their pages. They are in the units of the
+ * cache: a format's scales by KV head are not applied.
+ *  blocks  i32  [n]   physical blocks; for -1 and any other number that is no block: zeros
+ *  k, v    like cache, f32, f16 or bf16  [n, kv_heads, block_size, head_dim]   one dtype;
+ *               either may be NULL */
+int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
+                    const kvl_tensor *blocks, const kvl_tensor *k, const kvl_tensor *v);
 
 /* out = softmax(scale * q k^T + bias) v over every block of each sequence, or over a
  * selection of blocks. Sums are accumulated in fp32.
@@ -485,8 +499,7 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tens
  *                  Keys further back than that are not hidden. NULL: no tree. A tree goes
  *                  neither with alibi nor with a window, because the position of a token in
  *                  the cache is not its position in the text
- * k_scale, v_scale: f32 [kv_heads] of an f8e4m3 cache; NULL: 1. A
- * row that sees no key gets out 0 and lse -inf.
+ * A row that sees no key gets out 0 and lse -inf.
  *
  * hook: NULL, or code that changes the scores before the softmax (kvl_code_open). Its
  * `hook_bytes` bytes of arguments are copied; it reads `hook_tensors_count` tensors.
@@ -496,7 +509,8 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tens
  *                  them in decode alone, and with a hook */
 typedef struct kvl_attention {
   const kvl_tensor *q, *cache, *tables, *lens, *starts, *selection, *slots, *alibi;
-  const kvl_tensor *prev_out, *prev_lse, *out, *lse, *k_scale, *v_scale, *scores, *tree;
+  const kvl_tensor *prev_out, *prev_lse, *out, *lse, *scores, *tree;
+  const kvl_format *format; /* of cache, see above */
   double scale, soft_cap;
   int32_t causal, window;
   struct kvl_code *hook;
@@ -519,9 +533,8 @@ int kvl_paged_attention(const kvl_attention *call);
  *  lse    f32  [rows, heads]   may be NULL
  * A row that sees no key gets out 0 and lse -inf. */
 int kvl_token_attention(const kvl_tensor *q, const kvl_tensor *cache,
-                        const kvl_tensor *places, double scale, const kvl_tensor *k_scale,
-                        const kvl_tensor *v_scale, const kvl_tensor *out,
-                        const kvl_tensor *lse);
+                        const kvl_format *format, const kvl_tensor *places, double scale,
+                        const kvl_tensor *out, const kvl_tensor *lse);
 
 /* Merges two attentions over disjoint keys. out may alias out_a, and lse may alias lse_a.
  *  out_a, out_b, out  f32 f16 bf16  [tokens, heads, head_dim]  one dtype
@@ -535,14 +548,14 @@ int kvl_merge_attention(const kvl_tensor *out_a, const kvl_tensor *lse_a,
  *  tokens   i32  [n]   valid tokens of each; 0 gives min +inf, max -inf (f8e4m3: 448, -448)
  *  rows     i32  [n]   the row of the summary for each; -1 is skipped. NULL: as blocks
  *  summary  like cache  [rows, 2, kv_heads, head_dim] */
-int kvl_block_minmax(const kvl_tensor *cache, const kvl_tensor *blocks,
-                     const kvl_tensor *tokens, const kvl_tensor *rows,
-                     const kvl_tensor *summary);
+int kvl_block_minmax(const kvl_tensor *cache, const kvl_format *format,
+                     const kvl_tensor *blocks, const kvl_tensor *tokens,
+                     const kvl_tensor *rows, const kvl_tensor *summary);
 /* Takes the mean of K over the valid tokens of the given blocks; 0 tokens give 0. The
  * arguments are those of kvl_block_minmax, but summary is like cache or f32 [rows, kv_heads,
  * head_dim]. */
-int kvl_block_mean(const kvl_tensor *cache, const kvl_tensor *blocks,
-                   const kvl_tensor *tokens, const kvl_tensor *rows,
+int kvl_block_mean(const kvl_tensor *cache, const kvl_format *format,
+                   const kvl_tensor *blocks, const kvl_tensor *tokens, const kvl_tensor *rows,
                    const kvl_tensor *summary);
 
 /* Score every block of every sequence. Entries past a sequence's last block get -inf.
@@ -556,8 +569,9 @@ int kvl_score_minmax(const kvl_tensor *q, const kvl_tensor *summary, const kvl_t
 int kvl_score_mean(const kvl_tensor *q, const kvl_tensor *summary, const kvl_tensor *tables,
                    const kvl_tensor *lens, int block_size, int group,
                    const kvl_tensor *scores);
-int kvl_score_max_qk(const kvl_tensor *q, const kvl_tensor *cache, const kvl_tensor *tables,
-                     const kvl_tensor *lens, int group, const kvl_tensor *scores);
+int kvl_score_max_qk(const kvl_tensor *q, const kvl_tensor *cache, const kvl_format *format,
+                     const kvl_tensor *tables, const kvl_tensor *lens, int group,
+                     const kvl_tensor *scores);
 
 /* ---- hashes --------------------------------------------------------------------------- */
 /* These ops hash a vector x by random planes: bit b of the hash is 1 where planes[b] . x >
@@ -578,9 +592,9 @@ int kvl_hash_rows(const kvl_tensor *x, const kvl_tensor *planes, const kvl_tenso
  *  hashes  u64  [rows, kv_heads, words]              the mean of a block's valid tokens
  *          u64  [rows, kv_heads, block_size, words]  each valid token; the hashes of other
  *                                                    tokens stay as they are */
-int kvl_block_hash(const kvl_tensor *cache, const kvl_tensor *blocks,
-                   const kvl_tensor *tokens, const kvl_tensor *rows, const kvl_tensor *planes,
-                   const kvl_tensor *hashes);
+int kvl_block_hash(const kvl_tensor *cache, const kvl_format *format,
+                   const kvl_tensor *blocks, const kvl_tensor *tokens, const kvl_tensor *rows,
+                   const kvl_tensor *planes, const kvl_tensor *hashes);
 /* Scores every block of every sequence by the number of bits in which its hash differs from
  * the query's hash, negated: 0 is the best score. Entries past a sequence's last block get
  * -inf. With token hashes, a block gets the score of its best valid token.
@@ -858,13 +872,13 @@ void kvl_graph_close(kvl_graph *graph);
 /* dst[to[i]] = src[from[i]] between two memories of one layer, either of which may be
  * pinned. It moves whole blocks, or K and V of single KV heads. A pair is skipped if either
  * side is -1 or out of range. No block may be written twice.
- *  src    f32 f16 bf16  [blocks_src, 2, kv_heads, block_size, head_dim]
- *  dst    like src      [blocks_dst, 2, kv_heads, block_size, head_dim]
+ *  src    pages of format, see "paged KV ops"  [blocks_src, ...]
+ *  dst    like src                             [blocks_dst, ...]
  *  from   i32  [seqs, 1 or kv_heads, n]   entry (s, g, i) moves KV head g, or all of them
  *  to     i32  like from
  *  moved  i64  [1]  the bytes copied are added to it; may be NULL */
 int kvl_move_blocks(const kvl_tensor *src, const kvl_tensor *from, const kvl_tensor *dst,
-                    const kvl_tensor *to, const kvl_tensor *moved);
+                    const kvl_tensor *to, const kvl_format *format, const kvl_tensor *moved);
 
 /* Divides a selection for attention over a ring: into passes of `n` blocks that come from
  * the host tier, and the open blocks, which lie in a buffer on the device. heads is 1 or
@@ -894,9 +908,10 @@ int kvl_cut_selection(const kvl_cut *call);
 typedef struct kvl_ring kvl_ring;
 enum { KVL_RING_BUFFER = -1 }; /* instead of a slot: work on the buffer, for a trace */
 
-/* Opens a ring over memory, f32 f16 bf16 [slots, blocks, 2, kv_heads, block_size, head_dim],
- * which the ring retains. Errors: INVALID, NO_MEMORY, DEVICE. */
-int kvl_ring_open(const kvl_tensor *memory, int layers, kvl_ring **out);
+/* Opens a ring over memory, pages of format [slots, blocks, ...], which the ring retains. It
+ * reads no scales. Errors: INVALID, NO_MEMORY, DEVICE. */
+int kvl_ring_open(const kvl_tensor *memory, const kvl_format *format, int layers,
+                  kvl_ring **out);
 /* Waits for the ring's copies and closes it. NULL is allowed. */
 void kvl_ring_close(kvl_ring *ring);
 /* Copies blocks[0 ... n-1] of a layer of the host tier into the slot, in this order. The
@@ -961,7 +976,7 @@ int kvl_ring_trace_get(kvl_ring *ring, kvl_span *out, int n);
  * of them can be recorded in a graph. */
 
 /* One layer of a hot cache.
- *  memory    like the host tier  [slots, 2, kv_heads, block_size, head_dim]
+ *  memory    like the host tier  [slots, ...]
  *  slot_of   i32  [kv_heads, blocks]  the slot that holds a block of the host tier; -1: none
  *  block_of  i32  [kv_heads, slots]   the block that a slot holds; -1: the slot is free
  *  order     i32  [kv_heads, slots]   every slot once, the least recently used first
@@ -972,6 +987,7 @@ int kvl_ring_trace_get(kvl_ring *ring, kvl_span *out, int n);
  *  ahead     i32  [kv_heads, slots]   1: filled ahead and not hit since; NULL: not kept */
 typedef struct kvl_hot {
   const kvl_tensor *memory, *slot_of, *block_of, *order, *priority, *counters, *ahead;
+  const kvl_format *format; /* of memory and the host tier */
 } kvl_hot;
 
 /* Gives every selected block a slot and evicts others for it. A call never evicts a block
@@ -992,13 +1008,12 @@ typedef struct kvl_resolve {
   int32_t is_ahead, reserved;
 } kvl_resolve;
 int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *call);
-/* Does kvl_append_kv, with its scales, to three memories: to the host tier `cache`; to the
- * slots that hold the tokens' blocks; and to `buffer`, which is memory of other blocks, at
- * the places buffer_places, i64 [tokens]. buffer may be NULL. */
+/* Does kvl_append_kv to three memories: to the host tier `cache`; to the slots that hold the
+ * tokens' blocks; and to `buffer`, which is memory of other blocks, at the places
+ * buffer_places, i64 [tokens]. buffer may be NULL. */
 int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
                    const kvl_tensor *places, const kvl_tensor *cache,
-                   const kvl_tensor *buffer_places, const kvl_tensor *buffer,
-                   const kvl_tensor *k_scale, const kvl_tensor *v_scale);
+                   const kvl_tensor *buffer_places, const kvl_tensor *buffer);
 /* Removes blocks, i32 [n], from the hot cache; -1 is skipped. Their slots become free. */
 int kvl_hot_drop(const kvl_hot *hot, const kvl_tensor *blocks);
 

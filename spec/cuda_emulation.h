@@ -17,6 +17,8 @@
 /* The kernel's own types are CUDA's. */
 #define int64_t cuda_int64_t
 #define uint64_t cuda_uint64_t
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
 
 #define __device__
 #define __global__

@@ -2,8 +2,8 @@
  * cuda_emulation.h. Copies into shared memory happen at once. */
 #define KVL_CUDA_MMA_CUH
 
-/* ORDER kvl_dtype */
-enum { KVL_DTYPE_F32, KVL_DTYPE_F16, KVL_DTYPE_BF16, KVL_DTYPE_F8E4M3 };
+#define KVL_HAS_INTS
+#include "base.h"
 
 struct __half {
   unsigned short bits;

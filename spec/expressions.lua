@@ -87,8 +87,8 @@ function M.cache(dev, o, seed)
   c.tables = tables
   if o.scaled then
     c.k_scale = kv.from(c.dev, "f32", { o.kv_heads }, o.scaled)
-    c.v_scale = c.k_scale
   end
+  c.format = support.formats_of(c.layer, c.k_scale, c.k_scale)
   return c
 end
 
@@ -100,7 +100,7 @@ function M.attach(c, def, target)
   local ok, why = pcall(policy.attach, p, { device = c.dev, layers = 2, blocks = o.blocks,
     block_size = o.block_size, heads = o.kv_heads * o.group, kv_heads = o.kv_heads,
     head_dim = o.head_dim, dtype = o.dtype, max_blocks = o.blocks, scale = 1,
-    format = { scales = function() return c.k_scale, c.v_scale end } })
+    format = c.format })
   kernel.chosen = nil
   if not ok then error(why, 0) end
   return p
@@ -129,7 +129,7 @@ function M.score(c, p)
     kv_heads = o.kv_heads, width = c.width, is_prefill = false,
     tables = kv.from(c.dev, "i32", { c.seqs, c.width }, c.tables),
     lens = kv.from(c.dev, "i32", { c.seqs }, o.lens),
-    format = { scales = function() return c.k_scale, c.v_scale end },
+    format = c.format,
     new_scores = function() return out end }
   p:score(ctx)
   c.dev:sync()

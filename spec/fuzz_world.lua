@@ -154,7 +154,7 @@ M.MAKERS = {
   ["opened graph"] = of "graph", ["memory/cache Cache"] = function(w) return w.cache end,
   ["memory/sequence Sequence"] = function(w) return w.seq end,
   ["memory/batch Batch"] = function(w) return w.batch end,
-  ["memory/formats Pages"] = function(w) return w.cache.format end,
+  ["memory/formats Format"] = function(w) return w.cache.format end,
   ["memory/host_tier HostTier"] = function(w) return w.offloaded.tier end,
   ["memory/hot_cache HotCache"] = function(w) return w.offloaded.tier.hot end,
   ["memory/store Store"] = function(w) return w.store end,

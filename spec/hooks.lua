@@ -77,7 +77,7 @@ local function reader_of(c, q, starts, selection)
     local call = { q = q, cache = c.layer, tables = ctx.tables, lens = ctx.lens,
       starts = starts, selection = selection, scale = SCALE, window = o.window,
       soft_cap = o.soft_cap, alibi = c.alibi,
-      k_scale = c.k_scale, v_scale = c.v_scale, out = out, lse = lse }
+      format = c.format:of(LAYER), out = out, lse = lse }
     if attention.hook then attention.hook:give(call, ctx) end
     if kernel_hook.is_in_lua(call.hook) then
       return kernel_hook.attend_in_lua(call, out)
@@ -116,7 +116,7 @@ local function context_of(c, q, starts)
   return { query = q, layer = LAYER, seqs = c.seqs, kv_heads = o.kv_heads,
     width = c.width, block_size = o.block_size, is_prefill = starts ~= nil,
     device = c.dev, shape_number = 1, starts = starts,
-    format = { scales = function() return c.k_scale, c.v_scale end },
+    format = c.format,
     tables = kv.from(c.dev, "i32", { c.seqs, c.width }, c.tables),
     lens = kv.from(c.dev, "i32", { c.seqs }, o.lens),
     new_scores = function()

@@ -52,6 +52,34 @@ describe("house", function()
     end
   end)
 
+  -- What a row of a page of KV memory would be found by: "(block * 2 + half) * kv_heads",
+  -- "2 * kv_heads * block_size", "kv_heads * block_size * head_dim".
+  local ARITHMETIC = { "%* 2 %+.*kv_heads", "2 %*.*kv_heads.*size",
+    "kv_heads%)? %*.*size.*dim", "size %* [%w_.>-]*dim.*kv_heads" }
+  -- Files with a layout of their own: vLLM's, the reference's of vLLM, and harnesses.
+  local function has_other_layout(file)
+    return file:find "vllm" or file:find "^kernels/dev/" or file == "kernels/page.h"
+  end
+
+  it("finds the rows of a page in kernels/page.h alone", function()
+    local found = {}
+    for name in pairs { lua = true, c = true } do
+      for _, file in ipairs(house[name](root).files) do
+        local number = 0
+        for line in io.lines(root .. "/" .. file) do
+          number = number + 1
+          local code = line:gsub("%-%-.*", ""):gsub("/%*.*", ""):gsub("^ %*.*", "")
+          for _, pattern in ipairs(has_other_layout(file) and {} or ARITHMETIC) do
+            if code:find(pattern) then
+              found[#found + 1] = ("%s:%d: %s"):format(file, number, line)
+            end
+          end
+        end
+      end
+    end
+    assert.equal("", table.concat(found, "\n"))
+  end)
+
   describe("as docs/architecture.md shows it", function()
     local files = require "kvlab.files"
     local docs = root .. "/docs/"

@@ -264,6 +264,21 @@ function M.scales(n, seed)
   return kv.from(kv.device "cpu", "f32", { n }, list):list()
 end
 
+--- The format of pages like `cache`, [blocks, 2, kv_heads, block_size, head_dim], with
+-- these scales.
+function M.format_of(cache, k_scale, v_scale)
+  return kv.format { dtype = cache:type(), kv_heads = cache:size(2),
+    block_size = cache:size(3), head_dim = cache:size(4), k_scale = k_scale,
+    v_scale = v_scale }
+end
+
+--- The same as cache.format is: of every layer.
+function M.formats_of(cache, k_scale, v_scale)
+  local one = M.format_of(cache, k_scale, v_scale)
+  return { of = function() return one end,
+           scales = function() return k_scale, v_scale end }
+end
+
 --- k [tokens, kv_heads, head_dim] as a cache of this dtype holds it, as flat numbers;
 -- scales: by KV head, of an f8e4m3 cache.
 function M.stored(k, dtype, scales)

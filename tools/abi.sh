@@ -42,6 +42,6 @@ headers=$(find runtime/base.h kernels -type f \( -name '*.h' -o -name '*.cuh' \)
 put sources.h <<END
 /* Written by tools/abi.sh. */
 #define KVL_SOURCES "$(hash ! -path '*/cuda/*' ! -path '*/dev/*')"
-#define KVL_SOURCES_CUDA "$(hash -path '*/cuda/*' -o -name base.h -o -name kernels.h -o -name backend.h)"
+#define KVL_SOURCES_CUDA "$(hash -path '*/cuda/*' -o -name base.h -o -name page.h -o -name kernels.h -o -name backend.h)"
 #define KVL_HEADERS "$headers"
 END

@@ -117,7 +117,7 @@ for _, name in ipairs(policy.names()) do
           for _, dtype in ipairs(SHAPES.dtype) do
             attach(name, { device = kv.device "cpu", layers = 1, blocks = 4, kv_heads = 1,
               heads = group, head_dim = head_dim, block_size = block_size, dtype = dtype,
-              max_blocks = 4, scale = 1, format = { scales = function() end } })
+              max_blocks = 4, scale = 1 })
           end
         end
       end

@@ -8,7 +8,7 @@
 #include "cpu/vec.h"
 
 struct append {
-  struct kvl_cache_view to;
+  struct kvl_pages to;
   const void *k, *v;
   const int64_t *places;  /* in `to`; if there is slot_of, in another memory */
   const int32_t *slot_of; /* [kv_heads, blocks] the block of `to` for each block there */
@@ -46,20 +46,20 @@ static inline KVL_HOT int append_row(const void *from, void *to, int dim, float 
 /* Pieces are (half, KV head). */
 static inline KVL_HOT int append(const struct append *a, int64_t begin, int64_t end,
                                  const int to_dtype) {
-  const int64_t heads = a->to.kv_heads, size = a->to.block_size;
-  const int dim = a->to.head_dim;
+  const struct kvl_pages *to = &a->to;
   for (int64_t piece = begin; piece < end; piece++) {
-    const float *scales = piece < heads ? a->to.k_scale : a->to.v_scale;
-    float scale = scales ? scales[piece % heads] : 1;
+    const int is_key = piece < to->kv_heads;
+    const struct kvl_strips *strips = is_key ? &to->key : &to->value;
+    const float *scales = is_key ? to->k_scale : to->v_scale;
+    const int64_t head = piece % to->kv_heads;
     for (int64_t t = 0; t < a->tokens; t++) {
-      int64_t head = piece % heads, block = append_block(a, head, t);
+      int64_t block = append_block(a, head, t);
       if (block < 0) continue;
-      const void *from = at_const(piece < heads ? a->k : a->v, (t * heads + head) * dim,
-                                  a->dtype);
-      void *to = at(a->to.kv,
-                    ((block * 2 * heads + piece) * size + a->places[t] % size) * dim,
-                    to_dtype);
-      int status = append_row(from, to, dim, scale, a->dtype, to_dtype);
+      int64_t row = kvl__row_at(to, strips, block, head, a->places[t] % to->block_size);
+      const void *from = at_const(is_key ? a->k : a->v,
+                                  (t * to->kv_heads + head) * strips->dim, a->dtype);
+      int status = append_row(from, (char *)to->memory + row, strips->dim,
+                              scales ? scales[head] : 1, a->dtype, to_dtype);
       if (status < 0) return status;
     }
   }
@@ -68,21 +68,21 @@ static inline KVL_HOT int append(const struct append *a, int64_t begin, int64_t 
 
 static int append_piece(const void *args, int64_t begin, int64_t end) {
   const struct append *a = args;
-  KVL_BY_CACHE(a->to.dtype, return append(a, begin, end, D))
+  KVL_BY_CODEC(a->to.codec, return append(a, begin, end, D))
   return 0;
 }
 
 static inline int append_run(const struct append *a, void *queue) {
-  const struct kvl_cache_view *to = &a->to;
+  const struct kvl_pages *to = &a->to;
   if (a->tokens == 0) return 0;
   if (to->pinned) {
     int64_t rows = 0;
     for (int64_t head = 0; head < to->kv_heads; head++)
-      for (int64_t t = 0; t < a->tokens; t++) rows += 2 * (append_block(a, head, t) >= 0);
+      for (int64_t t = 0; t < a->tokens; t++) rows += append_block(a, head, t) >= 0;
     kvl__link_bytes(queue, KVL_LINK_TO_HOST,
-                    rows * to->head_dim * kvl__float_bytes(to->dtype));
+                    rows * (to->key.bytes_row + to->value.bytes_row));
   }
-  return kvl__split(2 * to->kv_heads, kvl__grain_rows(a->tokens * to->head_dim), append_piece,
+  return kvl__split(2 * to->kv_heads, kvl__grain_rows(a->tokens * to->key.dim), append_piece,
                     a);
 }
 

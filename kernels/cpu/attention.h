@@ -127,23 +127,22 @@ static inline int64_t list_row(const struct task *t, int64_t heads) {
 /* The walk of task `t` over entries [begin, end) of its block list. */
 static inline struct key_walk walk_open(const struct task *t, int64_t begin, int64_t end) {
   const struct kvl_paged_attention_args *a = t->args;
-  const struct kvl_cache_view *c = &a->cache;
-  int64_t bytes_token = (int64_t)c->head_dim * kvl__float_bytes(c->dtype);
-  int64_t bytes_head = bytes_token * c->block_size, bytes_half = bytes_head * c->kv_heads;
+  const struct kvl_pages *c = &a->cache;
+  const int64_t key = kvl__strip_at(c, &c->key, 0, t->kv_head);
   int64_t seen = t->len;
   if (a->causal && t->position[t->rows - 1] + 1 < seen) seen = t->position[t->rows - 1] + 1;
   int64_t list = a->max_selected * list_row(t, a->selection_heads);
   int64_t slots = a->max_selected * list_row(t, a->slot_heads);
   int64_t entries = a->selection ? a->max_selected : a->max_blocks;
   return (struct key_walk){
-      .cache = (const char *)c->kv + t->kv_head * bytes_head,
+      .cache = (const char *)c->memory + key,
       .table = a->tables + t->seq * a->max_blocks,
       .selection = a->selection ? a->selection + list : NULL,
       .slots = a->slots ? a->slots + slots : NULL,
       .blocks = c->blocks,
-      .bytes_block = 2 * bytes_half,
-      .bytes_token = bytes_token,
-      .value = bytes_half,
+      .bytes_block = c->bytes_page,
+      .bytes_token = c->key.bytes_row,
+      .value = kvl__strip_at(c, &c->value, 0, t->kv_head) - key,
       .entry = begin,
       .entry_end = end < entries ? end : entries,
       .start = t->first[0],

@@ -171,8 +171,8 @@ static struct key_tile without_zeros(const struct key_tile *tile, float *p) {
 
 /* Takes 1, 2 or 4 rows at a time. */
 void KVL_CPU_NAME(attend_few)(const struct task *t, struct key_walk walk, struct sums *s) {
-  const int dim = t->args->cache.head_dim, padded = dim_padded(dim);
-  const int dtype = t->args->cache.dtype, rows = dot_rows(t->rows);
+  const int dim = t->args->cache.key.dim, padded = dim_padded(dim);
+  const int dtype = t->args->cache.codec, rows = dot_rows(t->rows);
   const int all = (t->rows + rows - 1) / rows * rows;
   add_function *add = add_function_of(rows, dtype), *add_row = add_function_of(1, dtype);
   float q[FEW_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64)));

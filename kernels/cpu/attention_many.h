@@ -123,7 +123,7 @@ static __attribute__((noinline)) void add_seen_values(const struct many_scratch 
 /* Attends from one panel of rows to the tile in m->k and m->v. */
 static void attend_panel(const struct task *t, const struct key_tile *tile, int row0,
                          struct many_scratch *m, struct sums *sums) {
-  int dim = t->args->cache.head_dim, padded = dim_padded(dim);
+  int dim = t->args->cache.key.dim, padded = dim_padded(dim);
   int rows = t->rows - row0 < PANEL ? t->rows - row0 : PANEL, vecs = (rows + VF - 1) / VF;
   int n = tile->n;
   if (t->args->causal) /* keys after the panel's last row are never computed */
@@ -187,7 +187,7 @@ static void convert_tile(const struct key_tile *tile, int64_t offset, int dim, f
 
 static void attend_many(const struct task *t, struct key_walk walk, struct sums *sums) {
   const struct kvl_paged_attention_args *a = t->args;
-  int dim = a->cache.head_dim, panels = (t->rows + PANEL - 1) / PANEL;
+  int dim = a->cache.key.dim, panels = (t->rows + PANEL - 1) / PANEL;
   const float scale = query_scale(t);
   struct many_scratch m;
   memset(m.q, 0, (size_t)panels * PANEL * dim * sizeof(float));
@@ -204,8 +204,8 @@ static void attend_many(const struct task *t, struct key_walk walk, struct sums 
   sums_clear(sums, panels * PANEL, dim_padded(dim));
   struct key_tile tile;
   for (walk_tile(&walk, &tile); tile.n > 0; walk_tile(&walk, &tile)) {
-    convert_tile(&tile, 0, dim, m.k, a->cache.dtype);
-    convert_tile(&tile, walk.value, dim, m.v, a->cache.dtype);
+    convert_tile(&tile, 0, dim, m.k, a->cache.codec);
+    convert_tile(&tile, walk.value, dim, m.v, a->cache.codec);
     for (int row = 0; row < t->rows; row += PANEL) attend_panel(t, &tile, row, &m, sums);
   }
 }

@@ -12,15 +12,15 @@
 static inline KVL_HOT void item(const struct kvl_block_hash_args *a, int64_t i,
                                 const int dtype) {
   const int64_t heads = a->cache.kv_heads, size = a->cache.block_size, head = i % heads;
-  const int dim = a->cache.head_dim, words = (a->bits + 63) / 64;
+  const int dim = a->cache.key.dim, words = (a->bits + 63) / 64;
   const int64_t block = a->blocks[i / heads], to = a->rows ? a->rows[i / heads] : block;
   if (block < 0 || block >= a->cache.blocks || to < 0 || to >= a->summary_rows) return;
   const int64_t tokens = i64_max(0, i64_min(a->tokens[i / heads], size));
-  const void *k = at_const(a->cache.kv, (block * 2 * heads + head) * size * dim, dtype);
+  const char *k = kvl__keys_of(&a->cache, block, head);
   float x[HASH_DIM_MAX] __attribute__((aligned(64)));
   if (a->is_token) {
     for (int64_t t = 0; t < tokens; t++) {
-      hash_take(x, at_const(k, t * dim, dtype), dim, 0, dtype);
+      hash_take(x, k + t * a->cache.key.bytes_row, dim, 0, dtype);
       hash_vector(x, a->planes, dim, a->bits,
                   a->hashes + ((to * heads + head) * size + t) * words);
     }
@@ -28,13 +28,13 @@ static inline KVL_HOT void item(const struct kvl_block_hash_args *a, int64_t i,
   }
   memset(x, 0, sizeof x);
   for (int64_t t = 0; t < tokens; t++)
-    hash_take(x, at_const(k, t * dim, dtype), dim, 1, dtype);
+    hash_take(x, k + t * a->cache.key.bytes_row, dim, 1, dtype);
   hash_vector(x, a->planes, dim, a->bits, a->hashes + (to * heads + head) * words);
 }
 
 static int items_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_block_hash_args *a = args;
-  for (int64_t i = begin; i < end; i++) KVL_BY_CACHE(a->cache.dtype, item(a, i, D))
+  for (int64_t i = begin; i < end; i++) KVL_BY_CODEC(a->cache.codec, item(a, i, D))
   return 0;
 }
 
@@ -42,6 +42,6 @@ KVL_CPU_KERNEL(block_hash) {
   const struct kvl_block_hash_args *a = args;
   int64_t vectors = a->is_token ? a->cache.block_size : 1;
   return kvl__split(a->n * a->cache.kv_heads,
-                    kvl__grain_rows(vectors * a->bits * a->cache.head_dim / 8), items_piece,
+                    kvl__grain_rows(vectors * a->bits * a->cache.key.dim / 8), items_piece,
                     a);
 }

@@ -41,14 +41,13 @@ static inline const char *item_keys(const struct kvl_block_minmax_args *a, int64
   const int64_t heads = a->cache.kv_heads;
   int64_t block = a->blocks[i / heads], to = a->rows ? a->rows[i / heads] : block;
   if (block < 0 || block >= a->cache.blocks || to < 0 || to >= a->summary_rows) return NULL;
-  int64_t row = (block * 2 * heads + i % heads) * a->cache.block_size;
-  return at_const(a->cache.kv, row * a->cache.head_dim, a->cache.dtype);
+  return kvl__keys_of(&a->cache, block, i % heads);
 }
 
 static inline KVL_HOT void items(const struct kvl_block_minmax_args *a, int64_t begin,
                                  int64_t end, const int dtype) {
   const int64_t heads = a->cache.kv_heads, size = a->cache.block_size;
-  const int dim = a->cache.head_dim;
+  const int dim = a->cache.key.dim;
   for (int64_t i = begin; i < end; i++) {
     const char *k = item_keys(a, i), *soon = i + 1 < end ? item_keys(a, i + 1) : NULL;
     if (!k) continue;
@@ -57,7 +56,7 @@ static inline KVL_HOT void items(const struct kvl_block_minmax_args *a, int64_t 
     int64_t tokens = i64_max(0, i64_min(a->tokens[i / heads], size));
     char *low = at(a->summary, (to * 2 * heads + head) * dim, dtype);
     char *high = at(low, heads * dim, dtype);
-    const int64_t row = (int64_t)dim * kvl__float_bytes(dtype);
+    const int64_t row = a->cache.key.bytes_row;
     int d = 0;
     for (; d + VECS * VF <= dim; d += VECS * VF)
       bounds(at_const(k, d, dtype), at_const(soon, d, dtype), tokens, row, VF,
@@ -70,13 +69,12 @@ static inline KVL_HOT void items(const struct kvl_block_minmax_args *a, int64_t 
 
 static int items_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_block_minmax_args *a = args;
-  KVL_BY_CACHE(a->cache.dtype, items(a, begin, end, D))
+  KVL_BY_CODEC(a->cache.codec, items(a, begin, end, D))
   return 0;
 }
 
 KVL_CPU_KERNEL(block_minmax) {
   const struct kvl_block_minmax_args *a = args;
-  return kvl__split(a->n * a->cache.kv_heads,
-                    kvl__grain_rows((int64_t)a->cache.block_size * a->cache.head_dim),
+  return kvl__split(a->n * a->cache.kv_heads, kvl__grain_rows(a->cache.key.bytes / 2),
                     items_piece, a);
 }

@@ -46,11 +46,11 @@ static inline KVL_HOT void emission_row(const void *x, int64_t at, int dim, floa
 }
 
 /* Brings keys of a block into columns from `column` on. */
-static inline KVL_HOT void emission_keys(const struct emission *e, const void *k, int64_t at,
-                                         int tokens, int column, const int dtype) {
+static inline KVL_HOT void emission_keys(const struct emission *e, const void *k, int tokens,
+                                         int column, const int dtype) {
   float x[256 + VF];
   for (int t = 0; t < tokens; t++) {
-    emission_row(k, at + (int64_t)t * e->dim, e->dim, 1, x, dtype);
+    emission_row(k, (int64_t)t * e->dim, e->dim, 1, x, dtype);
     for (int d = 0; d < e->dim; d++) e->keys[(int64_t)d * e->columns + column + t] = x[d];
   }
 }

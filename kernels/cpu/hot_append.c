@@ -9,14 +9,6 @@
  * Limit: read plus write bandwidth, and the link to the host tier. */
 #include "cpu/append.h"
 
-/* A view of another memory of the same layer as `cache`, with its scales. */
-static struct kvl_cache_view beside(const struct kvl_cache_view *cache,
-                                    struct kvl_cache_view memory) {
-  memory.k_scale = cache->k_scale;
-  memory.v_scale = cache->v_scale;
-  return memory;
-}
-
 KVL_CPU_KERNEL(hot_append) {
   const struct kvl_hot_append_args *a = args;
   struct append row = {.to = a->cache,
@@ -27,14 +19,14 @@ KVL_CPU_KERNEL(hot_append) {
                        .blocks = a->cache.blocks,
                        .dtype = a->dtype};
   int status = append_run(&row, queue);
-  if (status >= 0 && a->buffer.kv) {
+  if (status >= 0 && a->buffer.memory) {
     struct append open = row;
-    open.to = beside(&a->cache, a->buffer);
+    open.to = a->buffer;
     open.places = a->buffer_places;
     open.blocks = a->buffer.blocks;
     status = append_run(&open, queue);
   }
-  row.to = beside(&a->cache, a->hot.memory);
+  row.to = a->hot.memory;
   row.slot_of = a->hot.slot_of;
   return status < 0 ? status : append_run(&row, queue);
 }

@@ -9,12 +9,9 @@
 #include "cpu/split.h"
 #include "cpu/vec.h"
 
-/* Entry (s, g, i) moves two runs of bytes: half h of lane g of block b is run
- * (b * 2 + h) * lanes + g. */
-static int64_t run_bytes(const struct kvl_move_blocks_args *a) {
-  const struct kvl_cache_view *c = &a->src;
-  return (int64_t)(c->kv_heads / a->lanes) * c->block_size * c->head_dim *
-         kvl__float_bytes(c->dtype);
+/* Bytes that one entry moves, in one run or two. */
+static int64_t entry_bytes(const struct kvl_move_blocks_args *a) {
+  return kvl__run(&a->src, a->lanes, 0, 0).bytes + kvl__run(&a->src, a->lanes, 0, 1).bytes;
 }
 
 static int moves(const struct kvl_move_blocks_args *a, int64_t entry) {
@@ -22,17 +19,17 @@ static int moves(const struct kvl_move_blocks_args *a, int64_t entry) {
   return from >= 0 && from < a->src.blocks && to >= 0 && to < a->dst.blocks;
 }
 
-/* Items are (entry, half). */
+/* Items are (entry, run). */
 static int move_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_move_blocks_args *a = args;
-  const int64_t bytes = run_bytes(a), lanes = a->lanes;
+  const int64_t page = a->src.bytes_page;
   for (int64_t item = begin; item < end; item++) {
-    int64_t entry = item / 2, half = item % 2, lane = entry / a->n % lanes;
+    int64_t entry = item / 2;
     if (!moves(a, entry)) continue;
-    int64_t from = (a->from[entry] * 2LL + half) * lanes + lane;
-    int64_t to = (a->to[entry] * 2LL + half) * lanes + lane;
-    memcpy((char *)a->dst.kv + to * bytes, (const char *)a->src.kv + from * bytes,
-           (size_t)bytes);
+    struct kvl_run run = kvl__run(&a->src, a->lanes, entry / a->n % a->lanes, item % 2);
+    memcpy((char *)a->dst.memory + a->to[entry] * page + run.begin,
+           (const char *)a->src.memory + a->from[entry] * page + run.begin,
+           (size_t)run.bytes);
   }
   return 0;
 }
@@ -41,9 +38,9 @@ KVL_CPU_KERNEL(move_blocks) {
   const struct kvl_move_blocks_args *a = args;
   int64_t entries = a->seqs * a->lanes * a->n, moved = 0;
   if (entries == 0) return 0;
-  for (int64_t i = 0; i < entries; i++) moved += 2 * run_bytes(a) * moves(a, i);
+  for (int64_t i = 0; i < entries; i++) moved += entry_bytes(a) * moves(a, i);
   if (a->moved) __atomic_fetch_add(a->moved, moved, __ATOMIC_RELAXED);
   if (a->src.pinned && !a->dst.pinned) kvl__link_bytes(queue, KVL_LINK_TO_DEVICE, moved);
   if (a->dst.pinned && !a->src.pinned) kvl__link_bytes(queue, KVL_LINK_TO_HOST, moved);
-  return kvl__split(2 * entries, kvl__grain_rows(run_bytes(a) / 4), move_piece, a);
+  return kvl__split(2 * entries, kvl__grain_rows(entry_bytes(a) / 8), move_piece, a);
 }

@@ -94,17 +94,17 @@ size_t KVL_CPU_WORKSPACE(paged_attention)(const void *args) {
   const struct kvl_paged_attention_args *a = args;
   struct plan plan = plan_make(a);
   if (plan.segments == 1) return 0;
-  return (size_t)(a->tokens * a->heads * plan.segments) * (a->cache.head_dim + 2) *
+  return (size_t)(a->tokens * a->heads * plan.segments) * (a->cache.value.dim + 2) *
          sizeof(float);
 }
 
 static inline float *partial_values(const struct kvl_paged_attention_args *a,
                                     struct plan plan, int64_t row, int64_t segment) {
-  return (float *)a->workspace + (row * plan.segments + segment) * a->cache.head_dim;
+  return (float *)a->workspace + (row * plan.segments + segment) * a->cache.value.dim;
 }
 static inline float *partial_state(const struct kvl_paged_attention_args *a, struct plan plan,
                                    int64_t row, int64_t segment) {
-  return (float *)a->workspace + a->tokens * a->heads * plan.segments * a->cache.head_dim +
+  return (float *)a->workspace + a->tokens * a->heads * plan.segments * a->cache.value.dim +
          (row * plan.segments + segment) * 2;
 }
 
@@ -144,7 +144,7 @@ static int64_t query_rows(const struct kvl_paged_attention_args *a, int64_t seq,
  * may hold anything. This works row by row, so that out may be prev_out. */
 static void row_write(const struct kvl_paged_attention_args *a, int64_t row,
                       const float *values, float top, float sum) {
-  const int dim = a->cache.head_dim;
+  const int dim = a->cache.value.dim;
   const float *prev = NULL, *scales = a->cache.v_scale;
   float keep = 1, weight = 0, unit = 1;
   if (scales) unit = scales[row % a->heads / (a->heads / a->cache.kv_heads)];
@@ -201,14 +201,14 @@ static void task_run(const struct kvl_hooked_attention_args *hooked, struct plan
   int64_t begin = segment * plan.entries;
   if (walks_window(a)) begin += t.first[0] / a->cache.block_size;
   attend(&t, walk_open(&t, begin, begin + plan.entries), &sums);
-  int padded = dim_padded(a->cache.head_dim);
+  int padded = dim_padded(a->cache.value.dim);
   for (int i = 0; i < t.rows; i++) {
     int64_t row = task_token(&t, i) * a->heads + task_head(&t, i);
     const float *values = sums.values + i * padded;
     if (used == 1) {
       row_write(a, row, values, sums.top[i], sums.sum[i]);
     } else {
-      memcpy(partial_values(a, plan, row, segment), values, a->cache.head_dim * 4);
+      memcpy(partial_values(a, plan, row, segment), values, a->cache.value.dim * 4);
       float *state = partial_state(a, plan, row, segment);
       state[0] = sums.top[i], state[1] = sums.sum[i];
     }
@@ -226,7 +226,7 @@ static void merge_row(const struct kvl_paged_attention_args *a, struct plan plan
     const float *part = partial_values(a, plan, row, s);
     float weight = state[0] == -INFINITY && state[1] == 0 ? 0 : expf(state[0] - top);
     sum += weight * state[1];
-    for (int d = 0; d < a->cache.head_dim; d++) values[d] += weight * part[d];
+    for (int d = 0; d < a->cache.value.dim; d++) values[d] += weight * part[d];
   }
   row_write(a, row, values, top, sum);
 }

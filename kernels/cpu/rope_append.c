@@ -20,32 +20,36 @@ static inline KVL_HOT void rotate_head(const struct kvl_rope_append_args *a, voi
   rotate(row, at(row, a->pairs, dtype), (int)a->pairs, s, c, dtype);
 }
 
-static int write_row(const struct kvl_cache_view *to, int64_t row, const void *from,
-                     const float *scales, int64_t head, int dtype) {
-  float scale = scales ? scales[head] : 1;
-  KVL_BY_CACHE(to->dtype, return append_row(from, at(to->kv, row * to->head_dim, D),
-                                            to->head_dim, scale, dtype, D))
+static int write_row(const struct kvl_pages *to, int64_t row, const void *from, int dim,
+                     float scale, int dtype) {
+  KVL_BY_CODEC(to->codec,
+               return append_row(from, (char *)to->memory + row, dim, scale, dtype, D))
   return 0;
 }
 
-/* K and V of one token and KV head into row `row` of the cache. */
-static inline KVL_HOT int append_head(const struct kvl_rope_append_args *a, int64_t from,
-                                      int64_t row, int64_t head, const float *s,
-                                      const float *c, const int dtype) {
-  const struct kvl_cache_view *to = &a->cache;
+/* K and V of one token and KV head to offset `offset` of a block. */
+static inline KVL_HOT int append_head(const struct kvl_rope_append_args *a, int64_t token,
+                                      int64_t head, int64_t block, int64_t offset,
+                                      const float *s, const float *c, const int dtype) {
+  const struct kvl_pages *to = &a->cache;
+  const struct kvl_strips *key = &to->key, *value = &to->value;
+  const int64_t row = token * to->kv_heads + head;
   float k[HEAD_DIM];
-  memcpy(k, at_const(a->k, from, dtype), (size_t)to->head_dim * kvl__float_bytes(dtype));
+  memcpy(k, at_const(a->k, row * key->dim, dtype),
+         (size_t)key->dim * kvl__float_bytes(dtype));
   rotate_head(a, k, s, c, dtype);
-  int status = write_row(to, row, k, to->k_scale, head, dtype);
+  int status = write_row(to, kvl__row_at(to, key, block, head, offset), k, key->dim,
+                         to->k_scale ? to->k_scale[head] : 1, dtype);
   if (status < 0) return status;
-  return write_row(to, row + (int64_t)to->kv_heads * to->block_size,
-                   at_const(a->v, from, dtype), to->v_scale, head, dtype);
+  return write_row(to, kvl__row_at(to, value, block, head, offset),
+                   at_const(a->v, row * value->dim, dtype), value->dim,
+                   to->v_scale ? to->v_scale[head] : 1, dtype);
 }
 
 static inline KVL_HOT int tokens(const struct kvl_rope_append_args *a, int64_t begin,
                                  int64_t end, const int dtype) {
   const int64_t heads = a->cache.kv_heads, size = a->cache.block_size;
-  const int64_t dim = a->cache.head_dim;
+  const int64_t dim = a->cache.key.dim;
   float s[STRIP], c[STRIP];
   for (int64_t t = begin; t < end; t++) {
     sincos_strip((float)a->positions[t], a->inv_freq, (int)a->pairs, s, c);
@@ -54,8 +58,7 @@ static inline KVL_HOT int tokens(const struct kvl_rope_append_args *a, int64_t b
     int64_t place = a->places[t], block = place / size;
     if (place < 0 || block >= a->cache.blocks) continue;
     for (int64_t h = 0; h < heads; h++) {
-      int64_t row = (block * 2 * heads + h) * size + place % size;
-      int status = append_head(a, (t * heads + h) * dim, row, h, s, c, dtype);
+      int status = append_head(a, t, h, block, place % size, s, c, dtype);
       if (status < 0) return status;
     }
   }
@@ -70,11 +73,11 @@ static int rope_append_piece(const void *args, int64_t begin, int64_t end) {
 
 KVL_CPU_KERNEL(rope_append) {
   const struct kvl_rope_append_args *a = args;
-  const struct kvl_cache_view *to = &a->cache;
+  const struct kvl_pages *to = &a->cache;
   int64_t token = a->heads + 2 * (int64_t)to->kv_heads, rows = 0; /* rows of a token */
   for (int64_t t = 0; to->pinned && t < a->tokens; t++)
     rows += a->places[t] >= 0 && a->places[t] / to->block_size < to->blocks;
   kvl__link_bytes(queue, KVL_LINK_TO_HOST,
-                  rows * 2 * to->kv_heads * to->head_dim * kvl__float_bytes(to->dtype));
-  return kvl__split(a->tokens, kvl__grain_rows(token * to->head_dim), rope_append_piece, a);
+                  rows * to->kv_heads * (to->key.bytes_row + to->value.bytes_row));
+  return kvl__split(a->tokens, kvl__grain_rows(token * to->key.dim), rope_append_piece, a);
 }

@@ -107,14 +107,13 @@ static inline KVL_HOT void max_qk_items(const struct score *s, int64_t begin, in
 
 static int max_qk_piece(const void *args, int64_t begin, int64_t end) {
   const struct score *s = args;
-  KVL_BY_CACHE(s->rows_dtype, max_qk_items(s, begin, end, D))
+  KVL_BY_CODEC(s->rows_dtype, max_qk_items(s, begin, end, D))
   return 0;
 }
 
 KVL_CPU_KERNEL(score_max_qk) {
   const struct kvl_score_max_qk_args *a = args;
-  const struct kvl_cache_view *c = &a->cache;
-  int64_t head = (int64_t)c->block_size * c->head_dim * kvl__float_bytes(c->dtype);
+  const struct kvl_pages *c = &a->cache;
   struct score s = {
       .q = a->q,
       .tables = a->tables,
@@ -125,14 +124,14 @@ KVL_CPU_KERNEL(score_max_qk) {
       .kv_heads = c->kv_heads,
       .max_blocks = a->max_blocks,
       .blocks = c->blocks,
-      .head_dim = c->head_dim,
+      .head_dim = c->key.dim,
       .block_size = c->block_size,
       .join = a->group,
       .dtype = a->dtype,
-      .rows = c->kv,
-      .bytes_block = 2 * c->kv_heads * head,
-      .bytes_head = head,
-      .rows_dtype = c->dtype,
+      .rows = (const char *)c->memory + c->key.begin,
+      .bytes_block = c->bytes_page,
+      .bytes_head = c->key.bytes,
+      .rows_dtype = c->codec,
   };
   return score_run(&s, max_qk_piece);
 }

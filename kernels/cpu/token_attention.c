@@ -19,17 +19,16 @@
 /* Opens the walk over a row's list for a KV head. */
 static struct key_walk open_list(const struct kvl_token_attention_args *a, int64_t row,
                                  int64_t kv_head) {
-  const struct kvl_cache_view *c = &a->cache;
-  int64_t bytes_token = (int64_t)c->head_dim * kvl__float_bytes(c->dtype);
-  int64_t bytes_head = bytes_token * c->block_size, bytes_half = bytes_head * c->kv_heads;
+  const struct kvl_pages *c = &a->cache;
+  const int64_t key = kvl__strip_at(c, &c->key, 0, kv_head);
   int64_t list = row * a->place_heads + (a->place_heads > 1 ? kv_head : 0);
   return (struct key_walk){
-      .cache = (const char *)c->kv + kv_head * bytes_head,
+      .cache = (const char *)c->memory + key,
       .tokens = a->places + list * a->k,
       .blocks = c->blocks,
-      .bytes_block = 2 * bytes_half,
-      .bytes_token = bytes_token,
-      .value = bytes_half,
+      .bytes_block = c->bytes_page,
+      .bytes_token = c->key.bytes_row,
+      .value = kvl__strip_at(c, &c->value, 0, kv_head) - key,
       .entry_end = a->k,
       .block_size = c->block_size,
   };
@@ -37,7 +36,7 @@ static struct key_walk open_list(const struct kvl_token_attention_args *a, int64
 
 static void write_head(const struct kvl_token_attention_args *a, int64_t row, float unit,
                        const float *values, float top, float sum) {
-  const int dim = a->cache.head_dim;
+  const int dim = a->cache.value.dim;
   for (int d = 0; d < dim; d += VF) {
     vf x = sum == 0 ? vf_set(0) : vf_load(values, d, KVL_DTYPE_F32) * (unit / sum);
     vf_store_n(at(a->out, row * dim + d, a->out_dtype), x, vf_left(d, dim), a->out_dtype);
@@ -49,7 +48,7 @@ static void write_head(const struct kvl_token_attention_args *a, int64_t row, fl
 static void attend_heads(const struct kvl_token_attention_args *a, int64_t row,
                          int64_t kv_head, int first) {
   const int group = (int)(a->heads / a->cache.kv_heads),
-            padded = dim_padded(a->cache.head_dim);
+            padded = dim_padded(a->cache.value.dim);
   const struct kvl_paged_attention_args paged = {
       .cache = a->cache, .q = a->q, .heads = a->heads, .scale = a->scale, .dtype = a->dtype};
   struct task t = {.args = &paged,
@@ -78,6 +77,7 @@ static int attend_piece(const void *args, int64_t begin, int64_t end) {
 
 KVL_CPU_KERNEL(token_attention) {
   const struct kvl_token_attention_args *a = args;
-  int64_t work = a->k * a->cache.head_dim * 2 * (a->heads / a->cache.kv_heads);
+  int64_t work = a->k * (a->cache.key.dim + a->cache.value.dim) *
+                 (a->heads / a->cache.kv_heads);
   return kvl__split(a->rows * a->cache.kv_heads, kvl__grain_rows(work), attend_piece, a);
 }

@@ -44,24 +44,22 @@ struct token_place {
         offset((int)(place - block * block_size)) {}
 };
 
-/* The address of dim `dim` of a token's row of K (half 0) or V (half 1) in block `block`.
- * NULL when there is no such block: a bad place must not fault. */
+/* A token's row of K or V in block `block`; NULL when there is no such block: a bad place
+ * must not fault. */
 template <class To>
-__device__ __forceinline__ To *row_in(const kvl_cache_view &c, int64_t block, int offset,
-                                      int half, int head, int dim) {
+__device__ __forceinline__ To *row_in(const kvl_pages &c, const kvl_strips &strips,
+                                      int64_t block, int head, int offset) {
   if (block < 0 || block >= c.blocks) return nullptr;
-  return (To *)c.kv +
-         (((2 * block + half) * c.kv_heads + head) * c.block_size + offset) * c.head_dim +
-         dim;
+  return (To *)((char *)c.memory + kvl__row_at(&c, &strips, block, head, offset));
 }
 template <class To, int N>
-__device__ __forceinline__ void write_row(const kvl_cache_view &c, int64_t block, int offset,
+__device__ __forceinline__ void write_row(const kvl_pages &c, int64_t block, int offset,
                                           int head, int dim, const pack<To, N> &k,
                                           const pack<To, N> &v) {
-  To *to = row_in<To>(c, block, offset, 0, head, dim);
+  To *const to = row_in<To>(c, c.key, block, head, offset);
   if (!to) return;
-  store_pack<N>(to, k);
-  store_pack<N>(to + (int64_t)c.kv_heads * c.block_size * c.head_dim, v);
+  store_pack<N>(to + dim, k);
+  store_pack<N>(row_in<To>(c, c.value, block, head, offset) + dim, v);
 }
 
 /* Args: kvl_append_kv_args, or kvl_hot_append_args, which also writes the hot cache. */
@@ -70,7 +68,7 @@ __global__ void __launch_bounds__(APPEND_THREADS)
     append_rows_kernel(const __grid_constant__ Args a) {
   let_next_start();
   wait_for_previous();
-  const int size = a.cache.block_size, pieces = a.cache.head_dim / N;
+  const int size = a.cache.block_size, pieces = a.cache.key.dim / N;
   const int64_t row = (int64_t)a.cache.kv_heads * pieces, count = a.tokens * row;
   for (int64_t i = blockIdx.x * (int64_t)APPEND_THREADS + threadIdx.x; i < count;
        i += (int64_t)gridDim.x * APPEND_THREADS) {
@@ -87,7 +85,7 @@ __global__ void __launch_bounds__(APPEND_THREADS)
       const bool is_block = to.block >= 0 && to.block < a.hot.blocks;
       const int64_t hot = is_block ? a.hot.slot_of[head * a.hot.blocks + to.block] : -1;
       write_row(a.hot.memory, hot, to.offset, head, dim, k, v);
-      if (a.buffer.kv) {
+      if (a.buffer.memory) {
         const token_place open(a.buffer_places[token], size);
         write_row(a.buffer, open.block, open.offset, head, dim, k, v);
       }
@@ -99,20 +97,21 @@ __global__ void __launch_bounds__(APPEND_THREADS)
 template <class From, class To, class Args>
 int start_append(const Args &a, const kvl_cuda_queue *q) {
   constexpr int N = sizeof(To) == 1 ? 16 : 8; /* head_dim is a multiple of this */
-  int64_t pieces = a.tokens * a.cache.kv_heads * (a.cache.head_dim / N);
+  int64_t pieces = a.tokens * a.cache.kv_heads * (a.cache.key.dim / N);
   return launch_programmatic(append_rows_kernel<N, From, To, Args>,
                              grid(pieces, APPEND_THREADS, q), APPEND_THREADS, 0, q, a);
 }
 
 template <class Args> int append_rows(const Args &a, const kvl_cuda_queue *q) {
   if (a.tokens == 0 || a.cache.kv_heads == 0) return KVL_OK;
-  if (!aligned16(a.k, a.v, a.cache.kv)) return kvl__cuda_check(cudaErrorMisalignedAddress);
+  if (!aligned16(a.k, a.v, a.cache.memory))
+    return kvl__cuda_check(cudaErrorMisalignedAddress);
   int status = KVL_OK;
-  if (a.cache.dtype == KVL_DTYPE_F8E4M3) {
+  if (a.cache.codec == KVL_DTYPE_F8E4M3) {
     KVL_CUDA_BY_FLOAT(a.dtype, From, { status = start_append<From, f8e4m3>(a, q); })
   } else {
-    KVL_CUDA_BY_FLOAT(a.cache.dtype, To, {
-      if (a.dtype == a.cache.dtype) status = start_append<To, To>(a, q);
+    KVL_CUDA_BY_FLOAT(a.cache.codec, To, {
+      if (a.dtype == a.cache.codec) status = start_append<To, To>(a, q);
       else status = start_append<float, To>(a, q);
     })
   }

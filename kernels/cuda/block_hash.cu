@@ -24,7 +24,7 @@ template <class T, bool IS_TOKEN> struct block_keys {
   static constexpr bool IS_SUM = !IS_TOKEN;
   kvl_block_hash_args a;
   __device__ hash_item<T> at(int64_t v) const {
-    const kvl_cache_view &cache = a.cache;
+    const kvl_pages &cache = a.cache;
     const int each = IS_TOKEN ? cache.block_size : 1;
     const int64_t pair = quotient_of(v, each), i = quotient_of(pair, cache.kv_heads);
     const int head = (int)(pair - i * cache.kv_heads), token = (int)(v - pair * each);
@@ -33,15 +33,15 @@ template <class T, bool IS_TOKEN> struct block_keys {
     if (block < 0 || block >= cache.blocks || to < 0 || to >= a.summary_rows ||
         (IS_TOKEN && token >= count))
       return {nullptr, 0, nullptr};
-    const int64_t row = (2 * block * cache.kv_heads + head) * cache.block_size + token;
+    const int64_t row = kvl__row_at(&cache, &cache.key, block, head, token);
     const int64_t hash = (to * cache.kv_heads + head) * each + token;
-    return {(const T *)cache.kv + row * cache.head_dim, IS_TOKEN ? 1 : count,
+    return {(const T *)((const char *)cache.memory + row), IS_TOKEN ? 1 : count,
             a.hashes + hash * ((a.bits + 63) / 64)};
   }
 };
 
 template <class T> int hash_keys(const kvl_block_hash_args &a, const kvl_cuda_queue *q) {
-  hash_call call = {a.planes, a.n * a.cache.kv_heads, a.cache.head_dim, a.bits};
+  hash_call call = {a.planes, a.n * a.cache.kv_heads, a.cache.key.dim, a.bits};
   if (!a.is_token) return hash_vectors(block_keys<T, false>{a}, call, q);
   call.vectors *= a.cache.block_size;
   return hash_vectors(block_keys<T, true>{a}, call, q);
@@ -54,6 +54,6 @@ KVL_CUDA_KERNEL(block_hash) {
   using namespace kvl;
   const kvl_block_hash_args &a = *(const kvl_block_hash_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  if (a.cache.dtype == KVL_DTYPE_F8E4M3) return hash_keys<f8e4m3>(a, q);
-  KVL_CUDA_BY_FLOAT(a.cache.dtype, T, { return hash_keys<T>(a, q); })
+  if (a.cache.codec == KVL_DTYPE_F8E4M3) return hash_keys<f8e4m3>(a, q);
+  KVL_CUDA_BY_FLOAT(a.cache.codec, T, { return hash_keys<T>(a, q); })
 }

@@ -38,11 +38,11 @@ template <class T, class S> struct mean {
     }
   }
   __device__ float join(int, float a, float b) const { return a + b; }
-  __device__ void finish(float (&x)[N][WORDS], const kvl_cache_view &cache, int64_t row,
-                         int head, int dim, int tokens) const {
+  __device__ void finish(float (&x)[N][WORDS], const kvl_pages &cache, int64_t row, int head,
+                         int dim, int tokens) const {
 #pragma unroll
     for (int e = 0; e < WORDS; e++) x[0][e] = tokens ? x[0][e] / (float)tokens : 0.f;
-    store_summary(summary + (row * cache.kv_heads + head) * cache.head_dim + dim, x[0]);
+    store_summary(summary + (row * cache.kv_heads + head) * cache.key.dim + dim, x[0]);
   }
 };
 
@@ -54,15 +54,16 @@ KVL_CUDA_KERNEL(block_mean) {
   const kvl_block_mean_args &a = *(const kvl_block_mean_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (a.n == 0 || a.cache.kv_heads == 0) return KVL_OK;
-  if (!aligned16(a.cache.kv, a.summary)) return kvl__cuda_check(cudaErrorMisalignedAddress);
+  if (!aligned16(a.cache.memory, a.summary))
+    return kvl__cuda_check(cudaErrorMisalignedAddress);
   int status = KVL_OK;
-  if (a.cache.dtype == KVL_DTYPE_F8E4M3) {
+  if (a.cache.codec == KVL_DTYPE_F8E4M3) {
     KVL_CUDA_BY_FLOAT(a.summary_dtype, S, {
       status = launch_block_reduce<f8e4m3>(a, mean<f8e4m3, S>{(S *)a.summary}, q);
     })
   } else {
-    KVL_CUDA_BY_FLOAT(a.cache.dtype, T, {
-      if (a.summary_dtype == a.cache.dtype)
+    KVL_CUDA_BY_FLOAT(a.cache.codec, T, {
+      if (a.summary_dtype == a.cache.codec)
         status = launch_block_reduce<T>(a, mean<T, T>{(T *)a.summary}, q);
       else status = launch_block_reduce<T>(a, mean<T, float>{(float *)a.summary}, q);
     })

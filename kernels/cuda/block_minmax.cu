@@ -58,11 +58,11 @@ template <class T> struct min_max {
     }
   }
   __device__ word join(int m, word a, word b) const { return m ? upper(a, b) : lower(a, b); }
-  __device__ void finish(const word (&x)[N][WORDS], const kvl_cache_view &cache, int64_t row,
+  __device__ void finish(const word (&x)[N][WORDS], const kvl_pages &cache, int64_t row,
                          int head, int dim, int) const {
-    T *to = summary + (2 * row * cache.kv_heads + head) * cache.head_dim + dim;
+    T *to = summary + (2 * row * cache.kv_heads + head) * cache.key.dim + dim;
 #pragma unroll
-    for (int m = 0; m < N; m++, to += (int64_t)cache.kv_heads * cache.head_dim) {
+    for (int m = 0; m < N; m++, to += (int64_t)cache.kv_heads * cache.key.dim) {
       float y[DIMS];
 #pragma unroll
       for (int e = 0; e < WORDS; e++) {
@@ -82,11 +82,12 @@ KVL_CUDA_KERNEL(block_minmax) {
   const kvl_block_minmax_args &a = *(const kvl_block_minmax_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (a.n == 0 || a.cache.kv_heads == 0) return KVL_OK;
-  if (!aligned16(a.cache.kv, a.summary)) return kvl__cuda_check(cudaErrorMisalignedAddress);
-  if (a.cache.dtype == KVL_DTYPE_F8E4M3)
+  if (!aligned16(a.cache.memory, a.summary))
+    return kvl__cuda_check(cudaErrorMisalignedAddress);
+  if (a.cache.codec == KVL_DTYPE_F8E4M3)
     return launch_block_reduce<f8e4m3>(a, min_max<f8e4m3>{(f8e4m3 *)a.summary}, q);
   int status = KVL_OK;
-  KVL_CUDA_BY_FLOAT(a.cache.dtype, T,
+  KVL_CUDA_BY_FLOAT(a.cache.codec, T,
                     { status = launch_block_reduce<T>(a, min_max<T>{(T *)a.summary}, q); })
   return status;
 }

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
   wait_for_previous();
   /* When a block has one unit, the whole block returns here; when it has several, no
    * block-wide barrier follows. */
-  const kvl_cache_view &cache = a.cache;
+  const kvl_pages &cache = a.cache;
   if (pair >= a.n * cache.kv_heads) return;
   const int64_t i = pair / cache.kv_heads;
   const int head = (int)(pair - i * cache.kv_heads);
@@ -61,9 +61,10 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
   if (block < 0 || block >= cache.blocks || to < 0 || to >= a.summary_rows) return;
   const int count = max(0, min(a.tokens[i], cache.block_size));
   const int lane = tid % lanes, rows = THREADS / lanes, dim = lane * DIMS;
-  const bool inside = dim < cache.head_dim;
-  const T *k = (const T *)cache.kv +
-               (2 * block * cache.kv_heads + head) * cache.block_size * cache.head_dim + dim;
+  const bool inside = dim < cache.key.dim;
+  const T *k = (const T *)((const char *)cache.memory +
+                           kvl__strip_at(&cache, &cache.key, block, head)) +
+               dim;
 
   word x[F::N][WORDS];
   f.start(x);
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
 #pragma unroll
       for (int u = 0; u < AHEAD; u++)
         if (t + u * rows < count)
-          raw[u] = load_pack<DIMS>(k + (int64_t)(t + u * rows) * cache.head_dim);
+          raw[u] = load_pack<DIMS>(k + (int64_t)(t + u * rows) * cache.key.dim);
 #pragma unroll
       for (int u = 0; u < AHEAD; u++) {
         if (t + u * rows >= count) break;
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
 template <class T, class A, class F>
 int launch_block_reduce(const A &a, const F &f, const kvl_cuda_queue *q) {
   int lanes = 1;
-  while (lanes * REDUCE_DIMS<T> < a.cache.head_dim) lanes *= 2;
+  while (lanes * REDUCE_DIMS<T> < a.cache.key.dim) lanes *= 2;
   int64_t pairs = a.n * a.cache.kv_heads, units = REDUCE_THREADS / WARP;
   if (a.cache.block_size > 64)
     return launch_programmatic(block_reduce_rows<T, A, F, REDUCE_THREADS>, (unsigned)pairs,

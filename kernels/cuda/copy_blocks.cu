@@ -20,9 +20,9 @@ __global__ void __launch_bounds__(THREADS)
     copy(const __grid_constant__ kvl_copy_blocks_args a, int64_t words, int64_t pieces) {
   int64_t i = blockIdx.x / pieces, at = blockIdx.x % pieces * PIECE + threadIdx.x;
   int64_t from = a.src[i], to = a.dst[i];
-  if (from < 0 || to < 0 || from >= a.cache.blocks || to >= a.cache.blocks) return;
-  const uint4 *src = (const uint4 *)a.cache.kv + from * words;
-  uint4 *dst = (uint4 *)a.cache.kv + to * words;
+  if (from < 0 || to < 0 || from >= a.blocks || to >= a.blocks) return;
+  const uint4 *src = (const uint4 *)a.memory + from * words;
+  uint4 *dst = (uint4 *)a.memory + to * words;
   uint4 x[EACH];
 #pragma unroll
   for (int e = 0; e < EACH; e++)
@@ -39,11 +39,10 @@ KVL_CUDA_KERNEL(copy_blocks) {
   using namespace kvl;
   const kvl_copy_blocks_args &a = *(const kvl_copy_blocks_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  int64_t words = 2 * (int64_t)a.cache.kv_heads * a.cache.block_size * a.cache.head_dim *
-                  cache_bytes(a.cache.dtype) / 16;
+  const int64_t words = a.bytes_block / 16;
   int64_t pieces = (words + PIECE - 1) / PIECE;
   if (a.n * pieces == 0) return KVL_OK;
-  if (!aligned16(a.cache.kv)) return kvl__cuda_check(cudaErrorMisalignedAddress);
+  if (!aligned16(a.memory)) return kvl__cuda_check(cudaErrorMisalignedAddress);
   copy<<<(unsigned)(a.n * pieces), THREADS, 0, q->stream>>>(a, words, pieces);
   return kvl__cuda_launched();
 }

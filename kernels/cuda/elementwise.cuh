@@ -39,11 +39,6 @@ template <int N, class F> int each(const F &f, int64_t count, bool wide, void *q
                              EACH_THREADS, 0, q, f, count);
 }
 
-/* Bytes of one element of KV memory. */
-inline int64_t cache_bytes(int dtype) {
-  return dtype == KVL_DTYPE_F32 ? 4 : dtype == KVL_DTYPE_F8E4M3 ? 1 : 2;
-}
-
 }  // namespace kvl
 
 #endif

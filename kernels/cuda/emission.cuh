@@ -13,9 +13,9 @@
 #include "expression.cuh"
 
 /* Brings SLICE keys into tiles of 16, from key `first` of the blocks on: block b has counts[b]
- * keys, from number start[b] of the cache on. What is no key becomes zeros. */
+ * keys, from byte start[b] of the cache on. What is no key becomes zeros. */
 template <class T, int D, int DIM, int TOKENS, int BLOCKS, int SLICE, int THREADS>
-DEVICE void emission_keys(char *tiles, const T *cache, const int64_t *start,
+DEVICE void emission_keys(char *tiles, const kvl_pages *cache, const int64_t *start,
                           const int *counts, int first) {
   constexpr int N = 16 / (int)sizeof(T), PIECES = D / N;
   static_assert(DIM % N == 0, "rows of whole pieces of 16 bytes");
@@ -23,7 +23,8 @@ DEVICE void emission_keys(char *tiles, const T *cache, const int64_t *start,
     const int key = i / PIECES, piece = i % PIECES;
     const int block = (first + key) / TOKENS, token = (first + key) % TOKENS;
     const bool has = block < BLOCKS && token < counts[block] && piece * N < DIM;
-    const T *from = cache + (has ? start[block] + token * DIM + piece * N : 0);
+    const T *from = (const T *)((const char *)cache->memory + (has ? start[block] : 0)) +
+                    (has ? token * DIM + piece * N : 0);
     char *to = tiles +
                (key / 16 * 16 * PIECES + kvl::score_piece<PIECES>(key % 16, piece)) * 16;
     kvl::copy_async(kvl::shared_address(to), from, has);

@@ -10,6 +10,8 @@ typedef long long int64_t;
 typedef unsigned long long uint64_t;
 typedef unsigned short uint16_t;
 typedef unsigned char uint8_t;
+#define KVL_HAS_INTS
+#include "page.h"
 
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7F800000)

@@ -17,7 +17,7 @@
 
 KVL_CUDA_KERNEL(hot_append) {
   const kvl_hot_append_args &a = *(const kvl_hot_append_args *)args;
-  if (!kvl::aligned16(a.hot.memory.kv, a.buffer.kv))
+  if (!kvl::aligned16(a.hot.memory.memory, a.buffer.memory))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
   return kvl::append_rows(a, (const kvl_cuda_queue *)queue);
 }

@@ -64,8 +64,8 @@ __device__ __forceinline__ piece find_piece(const kvl_move_blocks_args &a, const
   const uint32_t run = l.parts_run.quotient(part);
   const uint32_t in_run = (part - run * l.parts_run.by) * l.part;
   const int64_t at = run * l.half + (int64_t)lane * l.run + in_run;
-  return {(const uint4 *)a.src.kv + from * l.block + at,
-          (uint4 *)a.dst.kv + to * l.block + at, (int)min(l.part, l.run - in_run)};
+  return {(const uint4 *)a.src.memory + from * l.block + at,
+          (uint4 *)a.dst.memory + to * l.block + at, (int)min(l.part, l.run - in_run)};
 }
 
 /* Loads past L1 what is read only once. Volatile keeps the loads of a piece together. */
@@ -133,12 +133,12 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 layout layout_of(const kvl_move_blocks_args &a) {
-  const kvl_cache_view &c = a.src;
+  const kvl_pages &c = a.src;
   layout l = {};
-  int64_t head = (int64_t)c.block_size * c.head_dim * cache_bytes(c.dtype) / 16;
-  l.half = head * c.kv_heads;
-  l.block = 2 * l.half;
-  int64_t run = a.lanes == 1 ? l.block : head, runs = l.block / (run * a.lanes);
+  const bool whole = a.lanes == 1, has_values = c.value.begin > 0;
+  l.half = c.value.begin / 16;
+  l.block = c.bytes_page / 16;
+  const int64_t run = whole ? l.block : c.key.bytes / 16, runs = whole || !has_values ? 1 : 2;
   int64_t most = PARTS_MOST / runs, pieces_run = (run + PIECE - 1) / PIECE;
   l.run = (uint32_t)run;
   l.part = (uint32_t)((pieces_run + most - 1) / most * PIECE);
@@ -159,7 +159,8 @@ KVL_CUDA_KERNEL(move_blocks) {
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   const int64_t entries = a.seqs * a.lanes * a.n;
   if (entries == 0 || a.src.kv_heads == 0) return KVL_OK;
-  if (!aligned16(a.src.kv, a.dst.kv)) return kvl__cuda_check(cudaErrorMisalignedAddress);
+  if (!aligned16(a.src.memory, a.dst.memory))
+    return kvl__cuda_check(cudaErrorMisalignedAddress);
   if (entries > ENTRIES_MOST) return kvl__cuda_check(cudaErrorInvalidValue);
   const layout l = layout_of(a);
   unsigned blocks = grid(l.pieces, WARPS, q, 8);

@@ -24,7 +24,7 @@ template <class F> __device__ __forceinline__ int prefix_count(int n, F holds) {
   return low;
 }
 
-/* A key's row of K (in elements from the cache's start) and its position in the sequence. */
+/* A key's row of K (in bytes from the cache's start) and its position in the sequence. */
 struct paged_row {
   int64_t offset;
   int position; /* -1: there is no key, whatever that memory holds */
@@ -41,17 +41,15 @@ struct paged_keys {
   const kvl_paged_attention_args &a;
   const int32_t *table;    /* of this sequence */
   int64_t list, slot_list; /* where its selection begins, and its slots */
-  int64_t block_stride, head_offset, blocks;
-  int block_size, head_dim, begin, end; /* only positions begin ... end-1 are seen */
+  int64_t blocks;
+  int kv_head, block_size, begin, end; /* only positions begin ... end-1 are seen */
   int keys;
 
-  __device__ paged_keys(const kvl_paged_attention_args &args, int64_t seq, int kv_head,
+  __device__ paged_keys(const kvl_paged_attention_args &args, int64_t seq, int kv_head_,
                         int begin_, int end_)
       : a(args), table(a.tables + seq * a.max_blocks), list(0), slot_list(0),
-        blocks(a.cache.blocks), block_size(a.cache.block_size), head_dim(a.cache.head_dim),
+        blocks(a.cache.blocks), kv_head(kv_head_), block_size(a.cache.block_size),
         begin(begin_) {
-    block_stride = 2 * (int64_t)a.cache.kv_heads * block_size * head_dim;
-    head_offset = (int64_t)kv_head * block_size * head_dim;
     end = (int)min((int64_t)max(end_, 0), a.max_blocks * block_size);
     keys = end;
     if (a.selection) {
@@ -65,7 +63,7 @@ struct paged_keys {
     return (int)((end + (unsigned)block_size - 1) / (unsigned)block_size);
   }
   /* Adding this to a K row's offset gives its V row. */
-  __device__ int64_t to_value() const { return block_stride / 2; }
+  __device__ int64_t to_value() const { return kvl__to_value(&a.cache, kv_head); }
 
   /* Finds a key's block, without waiting for the value that the table has. entry is
    * key / block_size. EARLY: see read_early; there must be no selection and no slots then. */
@@ -86,8 +84,7 @@ struct paged_keys {
   /* The key's row, whether the key is seen or not; position -1: there is no block. */
   __device__ paged_row row_of(const paged_block &b) const {
     if (b.physical < 0 || b.physical >= blocks) return {0, -1}; /* no slot, bad table */
-    return {b.physical * block_stride + head_offset + (int64_t)b.token * head_dim,
-            b.position};
+    return {kvl__row_at(&a.cache, &a.cache.key, b.physical, kv_head, b.token), b.position};
   }
   __device__ paged_row find(int key) const {
     paged_row row = row_of(look_up(key, key / block_size));

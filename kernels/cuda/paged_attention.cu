@@ -80,11 +80,11 @@ template <int D> using shape_f32 = f32_shape<float, D>;
 template <int D> using shape_f32_half = f32_shape<__half, D>;
 template <int D> using shape_f32_f8 = f32_shape<f8e4m3, D>;
 decode_kind decode_kind_of(const kvl_paged_attention_args &a) {
-  const int d = a.cache.head_dim;
-  const bool f8 = a.cache.dtype == KVL_DTYPE_F8E4M3;
+  const int d = a.cache.key.dim;
+  const bool f8 = a.cache.codec == KVL_DTYPE_F8E4M3;
   if (a.dtype != KVL_DTYPE_F32)
     return f8 ? kind_of_dim<shape_f8>(d) : kind_of_dim<shape_16bit>(d);
-  if (a.cache.dtype == KVL_DTYPE_F32) return kind_of_dim<shape_f32>(d);
+  if (a.cache.codec == KVL_DTYPE_F32) return kind_of_dim<shape_f32>(d);
   return f8 ? kind_of_dim<shape_f32_f8>(d) : kind_of_dim<shape_f32_half>(d);
 }
 
@@ -99,7 +99,7 @@ bool decode_notes(const kvl_paged_attention_args &a, bool hooked) {
 size_t place_bytes(const kvl_paged_attention_args &a, const split_place &p, bool hooked) {
   const size_t notes = decode_notes(a, hooked) ? note_bytes(a) : 0;
   if (p.shares == 1) return notes;
-  return notes + count_parts(a, p) * (a.cache.head_dim + 1) * sizeof(float);
+  return notes + count_parts(a, p) * (a.cache.key.dim + 1) * sizeof(float);
 }
 
 /* How a decode is cut: into as many shares as a unit has teams on the device at once, unless
@@ -125,7 +125,7 @@ split_place decode_place(const kvl_paged_attention_args &a, int sm_count, bool h
   while (p.team() < kind.most_team) p.team_shift++;
   while (p.team() > 1 && warps / p.team() / units < 4 * a.seqs) p.team_shift--;
   /* A share reads at least 8 times the bytes of its partial result. */
-  const int dtype = a.cache.dtype;
+  const int dtype = a.cache.codec;
   const int bytes = dtype == KVL_DTYPE_F8E4M3 ? 1 : dtype == KVL_DTYPE_F32 ? 4 : 2;
   p.least = ceil_div(8 * p.rows * (int)sizeof(float), 2 * bytes * kind.tile_keys);
   if (p.least < p.team()) p.least = p.team();
@@ -136,7 +136,7 @@ split_place decode_place(const kvl_paged_attention_args &a, int sm_count, bool h
   char *at = (char *)a.workspace;
   if (decode_notes(a, hooked)) p.notes = (uint8_t *)at, at += note_bytes(a);
   p.out = (float *)at;
-  p.lse = p.out + count_parts(a, p) * a.cache.head_dim;
+  p.lse = p.out + count_parts(a, p) * a.cache.key.dim;
   return p;
 }
 
@@ -147,7 +147,7 @@ int launch_combine(const kvl_paged_attention_args &a, const split_place &p,
   if (status < 0) return status;
   int64_t cuts = a.seqs < p.shares ? a.seqs : p.shares, parts = p.shares / cuts + 2;
   const int dim_lanes = combine_dim_lanes(parts);
-  int64_t items = cuts * p.units.by * p.rows * ceil_div(a.cache.head_dim / 4, dim_lanes);
+  int64_t items = cuts * p.units.by * p.rows * ceil_div(a.cache.key.dim / 4, dim_lanes);
   int64_t blocks = ceil_div(items, COMBINE_WARPS), full = 4 * (int64_t)q->sm_count;
   return launch_programmatic(paged_combine, (unsigned)(blocks < full ? blocks : full),
                              COMBINE_WARPS * WARP, 0, q, a, p, dim_lanes);
@@ -239,7 +239,7 @@ template <class T, int D> int launch_f32_rows(const hooked &h, const kvl_cuda_qu
 }
 
 template <class T> int launch_f32_dim(const hooked &h, const kvl_cuda_queue *q) {
-  int d = h.base.cache.head_dim;
+  int d = h.base.cache.key.dim;
   if (d <= 64) return launch_f32_rows<T, 64>(h, q);
   if (d <= 128) return launch_f32_rows<T, 128>(h, q);
   return launch_f32_rows<T, 256>(h, q);
@@ -247,14 +247,14 @@ template <class T> int launch_f32_dim(const hooked &h, const kvl_cuda_queue *q) 
 
 /* A decode waits for memory, so padding its dims costs nothing. */
 template <class T, bool F8> int launch_decode_dim(const hooked &h, const kvl_cuda_queue *q) {
-  int d = h.base.cache.head_dim;
+  int d = h.base.cache.key.dim;
   if (d <= 64) return launch_decode<T, 64, F8>(h, q);
   if (d <= 128) return launch_decode<T, 128, F8>(h, q);
   return launch_decode<T, 256, F8>(h, q);
 }
 
 template <class T, class C> int launch_prefill_dim(const hooked &h, const kvl_cuda_queue *q) {
-  int d = h.base.cache.head_dim;
+  int d = h.base.cache.key.dim;
   if (d <= 64) return launch_prefill<T, 64, C>(h, q);
   if (d <= 96) return launch_prefill<T, 96, C>(h, q);
   if (d <= 128) return launch_prefill<T, 128, C>(h, q);
@@ -282,7 +282,7 @@ template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cud
 template <class T> int launch_hooked_mend(const hooked &h, const kvl_cuda_queue *q) {
   const uint8_t *notes = (const uint8_t *)h.base.workspace;
   hook_kernel k = {"", mend_blocks(h.base, q->sm_count), 1, MEND_WARPS * WARP, 0, true};
-  const bool f8 = h.base.cache.dtype == KVL_DTYPE_F8E4M3;
+  const bool f8 = h.base.cache.codec == KVL_DTYPE_F8E4M3;
   snprintf(k.name, sizeof k.name, "mend_%s%s", type_name<T>, f8 ? "_f8" : "");
   return launch_hooked(h, k, &h.base, &notes, q);
 }
@@ -291,10 +291,10 @@ template <class T> int launch_16bit_prefill(const hooked &h, const kvl_cuda_queu
   const kvl_paged_attention_args &a = h.base;
   if (wgmma_takes(a, q->device, h.hook)) {
     if (!h.hook) return launch_wgmma<T>(a, q);
-    return with_wgmma_dim(a.cache.head_dim,
+    return with_wgmma_dim(a.cache.key.dim,
                           [&](auto dim) { return launch_hooked_wgmma<T, dim.value>(h, q); });
   }
-  if (a.cache.dtype == KVL_DTYPE_F8E4M3) return launch_prefill_dim<T, f8e4m3>(h, q);
+  if (a.cache.codec == KVL_DTYPE_F8E4M3) return launch_prefill_dim<T, f8e4m3>(h, q);
   return launch_prefill_dim<T, T>(h, q);
 }
 
@@ -302,7 +302,7 @@ template <class T> int launch_16bit_decode(const hooked &h, const kvl_cuda_queue
   if (h.base.tree)
     return kvl_cuda::fail(KVL_ERR_UNSUPPORTED,
                           "a tree of one new token a sequence: give starts, too");
-  if (h.base.cache.dtype == KVL_DTYPE_F8E4M3) return launch_decode_dim<T, true>(h, q);
+  if (h.base.cache.codec == KVL_DTYPE_F8E4M3) return launch_decode_dim<T, true>(h, q);
   return launch_decode_dim<T, false>(h, q);
 }
 
@@ -320,13 +320,13 @@ int launch(const hooked &h, const kvl_cuda_queue *q) {
     return kvl_cuda::fail(KVL_ERR_UNSUPPORTED,
                           "scores are kept by a hook's kernel, and in decode alone");
   if (a.tokens == 0 || a.seqs == 0 || a.heads == 0) return KVL_OK;
-  if (!aligned16(a.q, a.cache.kv, a.prev_out, a.out))
+  if (!aligned16(a.q, a.cache.memory, a.prev_out, a.out))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
   int status = KVL_ERR_UNSUPPORTED;
   if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(h, q);
   else if (a.dtype == KVL_DTYPE_F16) status = launch_16bit<__half>(h, q);
-  else if (a.cache.dtype == KVL_DTYPE_F8E4M3) status = launch_f32_dim<f8e4m3>(h, q);
-  else { KVL_CUDA_BY_FLOAT(a.cache.dtype, T, status = launch_f32_dim<T>(h, q);) }
+  else if (a.cache.codec == KVL_DTYPE_F8E4M3) status = launch_f32_dim<f8e4m3>(h, q);
+  else { KVL_CUDA_BY_FLOAT(a.cache.codec, T, status = launch_f32_dim<T>(h, q);) }
   return status < 0 ? status : kvl__cuda_launched();
 }
 

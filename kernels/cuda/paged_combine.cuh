@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
   split_plan plan(a, place, sums);
   plan.make();
   const combine_lanes lanes(dim_lanes);
-  const int head_dim = a.cache.head_dim;
+  const int head_dim = a.cache.value.dim;
   /* A row that was cut is found by its sequence or, when there are more sequences than
    * shares, by the share in which its sequence begins. */
   const bool by_sequence = a.seqs <= place.shares;

@@ -76,7 +76,7 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
   char *ring = shared + warp * STAGES * shape::STAGE_BYTES;
   const uint32_t ring_at = shared_address(ring);
   int *positions = (int *)(shared + shape::RING_BYTES) + warp * STAGES * KEYS;
-  const int head_dim = a.cache.head_dim, row_bytes = head_dim * shape::BYTES;
+  const int head_dim = a.cache.key.dim, row_bytes = a.cache.key.bytes_row;
 
   /* ---- looking up: 32 runs of keys at once, which are `batch` tiles -------------------- */
   const bool runs = a.cache.block_size % 8 == 0;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
   auto take_batch = [&]() {
     const paged_keys keys = keys_ahead();
     const paged_row row = keys.row_of(found);
-    now = {(long long)row.offset * shape::BYTES, row.position, keys.seen(row, runs ? 8 : 1)};
+    now = {(long long)row.offset, row.position, keys.seen(row, runs ? 8 : 1)};
     now_tiles = next_tiles;
     now_tile = next_tiles = 0;
   };
@@ -117,8 +117,8 @@ __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
       ahead += place.team();
     }
   };
-  const char *cache = (const char *)a.cache.kv;
-  const int64_t to_value = (int64_t)a.cache.kv_heads * a.cache.block_size * row_bytes;
+  const char *cache = (const char *)a.cache.memory;
+  const int64_t to_value = kvl__to_value(&a.cache, kv_head);
   /* K and V are read once in a step. With a hook there is no hint: see read_once. */
   const std::conditional_t<H::ACTIVE, no_hint, uint64_t> once = read_once();
   /* Copies the next tile, SIDE rows of a run at a time. */

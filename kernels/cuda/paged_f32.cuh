@@ -71,9 +71,9 @@ template <class T, int D, int ROWS> struct f32_state {
     constexpr int SIDE = shape::SIDE;
     const kvl_paged_attention_args &a = keys.a;
     const int lane = threadIdx.x % WARP, side = lane / LANES;
-    const int head_dim = a.cache.head_dim;
+    const int head_dim = a.cache.key.dim;
     const uint32_t ring_at = shared_address(ring);
-    const T *cache = (const T *)a.cache.kv;
+    const char *cache = (const char *)a.cache.memory;
     const int64_t to_value = keys.to_value();
 
     auto find = [&](int t) {
@@ -88,7 +88,7 @@ template <class T, int D, int ROWS> struct f32_state {
         int r = (i * WARP + lane) / PIECES, piece = (i * WARP + lane) % PIECES;
         long long at = __shfl_sync(ALL_LANES, offset, r);
         bool valid = at >= 0 && piece * WIDE<T> < head_dim;
-        const T *k = valid ? cache + at + piece * WIDE<T> : cache;
+        const char *k = valid ? cache + at + piece * 16 : cache;
         copy_async(at_k + (i * WARP + lane) * 16, k, valid);
         copy_async(at_k + shape::TILE_BYTES + (i * WARP + lane) * 16,
                    valid ? k + to_value : cache, valid);
@@ -285,7 +285,7 @@ __device__ __forceinline__ void f32_decode(const kvl_paged_attention_args &a,
         const int dim = state.dim_of(e);
         float x[4] = {state.out[r][e], state.out[r][e + 1], state.out[r][e + 2],
                       state.out[r][e + 3]};
-        if (dim < a.cache.head_dim)
+        if (dim < a.cache.key.dim)
           write_part(a, place, own_part, rows, r, dim, x, state.m[r], state.l[r],
                      value_scale);
       }

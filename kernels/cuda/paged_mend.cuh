@@ -73,8 +73,9 @@ __device__ bool hides_poison(const kvl_paged_attention_args &a, const mend_row &
   bool finite = true;
   each_key(near, [&](const paged_row &key) {
     if (key.position < 0 || r.sees(a, key.position)) return;
-    const C *const v = (const C *)a.cache.kv + key.offset + near.to_value();
-    for (int d = 0; d < a.cache.head_dim; d += 8) {
+    const C *const v = (const C *)((const char *)a.cache.memory + key.offset +
+                                   near.to_value());
+    for (int d = 0; d < a.cache.value.dim; d += 8) {
       float x[8];
       load_floats(v + d, x);
 #pragma unroll
@@ -89,7 +90,7 @@ template <class T, class C, class H>
 __device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r,
                             const H &hook) {
   constexpr int DIMS = 256 / WARP; /* of a lane, at most: dims lane, lane + 32, ... */
-  const int lane = threadIdx.x % WARP, head_dim = a.cache.head_dim;
+  const int lane = threadIdx.x % WARP, head_dim = a.cache.key.dim;
   const T *const q = (const T *)a.q + r.row * head_dim;
   const paged_keys keys(a, r.seq, r.kv_head, r.low, min(r.limit + 1, r.length));
   const score_rule rule(a);
@@ -97,7 +98,8 @@ __device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r
   const float slope = a.alibi ? a.alibi[r.head] * LOG2E : 0.f;
   float m = -INFINITY, l = 0.f, sums[DIMS] = {};
   each_key(keys, [&](const paged_row &key) {
-    const C *const k = (const C *)a.cache.kv + key.offset, *const v = k + keys.to_value();
+    const char *const at = (const char *)a.cache.memory + key.offset;
+    const C *const k = (const C *)at, *const v = (const C *)(at + keys.to_value());
     float s = -INFINITY;
     if (key.position >= 0 && r.sees(a, key.position)) {
       s = 0.f;

@@ -101,7 +101,7 @@ __device__ void finish_rows(const kvl_paged_attention_args &a, const query_rows 
                             float value_scale, const float *sums, const float2 *states) {
   for (int i = threadIdx.x; i < rows.count * (D / 8); i += blockDim.x) {
     int r = i / (D / 8), dim = i % (D / 8) * 8;
-    if (dim >= a.cache.head_dim) continue;
+    if (dim >= a.cache.value.dim) continue;
     float m = -INFINITY, sum = 0.f, x[8] = {};
     for (int s = 0; s < STATES; s++) m = fmaxf(m, states[s * ROWS + r].x);
     for (int s = 0; s < STATES; s++) {
@@ -116,8 +116,8 @@ __device__ void finish_rows(const kvl_paged_attention_args &a, const query_rows 
     const int64_t row = rows.token(r) * a.heads + rows.head(r);
     row_end end = end_row(a, row, m, sum);
     end.scale *= value_scale;
-    finish(a, end, row * a.cache.head_dim + dim, x);
-    store_out(a, row * a.cache.head_dim + dim, x);
+    finish(a, end, row * a.cache.value.dim + dim, x);
+    store_out(a, row * a.cache.value.dim + dim, x);
     if (a.lse && dim == 0) a.lse[row] = end.lse;
   }
 }
@@ -126,7 +126,7 @@ __device__ void finish_rows(const kvl_paged_attention_args &a, const query_rows 
 __device__ __forceinline__ void write_row(const kvl_paged_attention_args &a,
                                           const row_end &end, int64_t row, int dim,
                                           float (&x)[4]) {
-  const int64_t at = row * a.cache.head_dim + dim;
+  const int64_t at = row * a.cache.value.dim + dim;
   finish(a, end, at, x);
   store_out(a, at, x);
   if (a.lse && dim == 0) a.lse[row] = end.lse;

@@ -57,10 +57,10 @@ __device__ __forceinline__ void find_rows(const paged_walk &walk, row_lists<KEYS
 }
 
 /* Starts to copy tile t to its buffer, K and then V. Its rows were found before the last
- * barrier. C is the cache's type: T or f8e4m3. */
+ * barrier. C is the type of the cache: T or f8e4m3. */
 template <class T, int D, class C>
 __device__ __forceinline__ void fetch_tile(const row_lists<prefill_shape<D>::KEYS> &lists,
-                                           const C *cache, int64_t to_value, int head_dim,
+                                           const char *cache, int64_t to_value, int head_dim,
                                            uint32_t tiles_at, int t) {
   using shape = prefill_shape<D>;
   constexpr int PIECES = shape::PIECES;
@@ -71,16 +71,16 @@ __device__ __forceinline__ void fetch_tile(const row_lists<prefill_shape<D>::KEY
   for (int i = 0; i < shape::KEYS * PIECES / shape::THREADS; i++) {
     int r = (i * shape::THREADS + tid) / PIECES, piece = (i * shape::THREADS + tid) % PIECES;
     bool valid = lists.position[t % 3][r] >= 0 && piece * 8 < head_dim;
-    const C *k = valid ? cache + lists.offset[t % 3][r] + piece * 8 : cache;
-    const C *v = valid ? k + to_value : cache;
+    const char *k = valid ? cache + lists.offset[t % 3][r] + piece * 8 * sizeof(C) : cache;
+    const char *v = valid ? k + to_value : cache;
     uint32_t to = tile_byte<PIECES>(r, piece);
     if constexpr (same<C, T>) {
       copy_async(k_at + to, k, valid);
       copy_async(v_at + to, v, valid);
     } else {
       const uint4 none = make_uint4(0, 0, 0, 0);
-      store_shared(k_at + to, valid ? widen<T>(k) : none);
-      store_shared(v_at + to, valid ? widen<T>(v) : none);
+      store_shared(k_at + to, valid ? widen<T>((const C *)k) : none);
+      store_shared(v_at + to, valid ? widen<T>((const C *)v) : none);
     }
   }
 }
@@ -263,17 +263,17 @@ __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int s
   const int kv_head = block.kv_head;
   if (tile_q.seq < 0) return;
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
-  const int head_dim = a.cache.head_dim, length = a.lens[tile_q.seq];
+  const int head_dim = a.cache.key.dim, length = a.lens[tile_q.seq];
   const int last = tile_q.position0 + tile_q.tokens - 1;
   const paged_walk walk(a, tile_q.seq, kv_head, a.causal ? min(last + 1, length) : length,
                         window_begin(a, tile_q.position0));
   const int tile0 = walk.first / KEYS, tiles = (walk.keys + KEYS - 1) / KEYS;
-  const C *cache = (const C *)a.cache.kv;
+  const char *cache = (const char *)a.cache.memory;
   const int64_t to_value = walk.to_value();
   const uint32_t tiles_at = shared_address(shared + shape::Q_BYTES);
   auto find = [&](int t) { find_rows(walk, lists, t, tid, lane, warp); };
   auto fetch = [&](int t) {
-    fetch_tile<T, D>(lists, cache, to_value, head_dim, tiles_at, t);
+    fetch_tile<T, D, C>(lists, cache, to_value, head_dim, tiles_at, t);
   };
   if (tid == 0) lists.length = length;
   find(tile0);

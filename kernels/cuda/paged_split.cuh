@@ -187,7 +187,7 @@ __device__ __forceinline__ void write_part(const kvl_paged_attention_args &a,
     const float scale = sum == 0.f ? 0.f : value_scale / sum;
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] *= scale;
-    store_floats(place.out + row * a.cache.head_dim + dim, x);
+    store_floats(place.out + row * a.cache.value.dim + dim, x);
     if (dim == 0) place.lse[row] = sum == 0.f ? -INFINITY : m + log2f(sum);
   }
 }

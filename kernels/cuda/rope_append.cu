@@ -40,7 +40,7 @@ template <int N, class From, class To>
 __global__ void __launch_bounds__(ROPE_THREADS)
     rope_append_kernel(const __grid_constant__ kvl_rope_append_args a, int rows_block) {
   __shared__ rope_angles angles;
-  const int pairs = (int)a.pairs, head_dim = a.cache.head_dim, kv_heads = a.cache.kv_heads;
+  const int pairs = (int)a.pairs, head_dim = a.cache.key.dim, kv_heads = a.cache.kv_heads;
   const int heads = (int)a.heads, lanes = lanes_of<N>(pairs), step = ROPE_THREADS / lanes;
   const int lane = (int)threadIdx.x % lanes, low = lane * N, high = low + pairs;
   const int64_t token = blockIdx.x;
@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(ROPE_THREADS)
       continue;
     }
     const int half = row >= heads + kv_heads, head = row - heads - half * kv_heads;
-    To *cell = row_in<To>(a.cache, to.block, to.offset, half, head, 0);
+    To *cell = row_in<To>(a.cache, half ? a.cache.value : a.cache.key, to.block, head,
+                          to.offset);
     if (!cell) continue;
     const float scale = head_scale<To>(half ? a.cache.v_scale : a.cache.k_scale, head);
     if (pairs) {
@@ -120,13 +121,13 @@ KVL_CUDA_KERNEL(rope_append) {
   const kvl_rope_append_args &a = *(const kvl_rope_append_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (a.tokens == 0 || a.heads + a.cache.kv_heads == 0) return KVL_OK;
-  if (!aligned16(a.q, a.k, a.v, a.cache.kv))
+  if (!aligned16(a.q, a.k, a.v, a.cache.memory))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
-  if (a.cache.dtype == KVL_DTYPE_F8E4M3) {
+  if (a.cache.codec == KVL_DTYPE_F8E4M3) {
     KVL_CUDA_BY_FLOAT(a.dtype, From, { start<From, f8e4m3>(a, q); })
   } else {
-    KVL_CUDA_BY_FLOAT(a.cache.dtype, To, {
-      if (a.dtype == a.cache.dtype) start<To, To>(a, q);
+    KVL_CUDA_BY_FLOAT(a.cache.codec, To, {
+      if (a.dtype == a.cache.codec) start<To, To>(a, q);
       else start<float, To>(a, q);
     })
   }

@@ -18,11 +18,11 @@
 
 KVL_CUDA_KERNEL(score_max_qk) {
   const kvl_score_max_qk_args &a = *(const kvl_score_max_qk_args *)args;
-  const kvl_cache_view &c = a.cache;
-  int64_t head = (int64_t)c.block_size * c.head_dim;
+  const kvl_pages &c = a.cache;
+  const int bytes = c.key.bytes_row / c.key.dim; /* of an element */
   return kvl::launch_score<kvl::SCORE_MAX_QK>(
-      {a.q, c.kv, a.tables, a.lens, a.scores, a.seqs, a.heads, c.kv_heads, c.head_dim,
-       a.max_blocks, c.blocks, 2 * c.kv_heads * head, head, c.block_size, a.group, a.dtype,
-       c.dtype},
+      {a.q, (const char *)c.memory + c.key.begin, a.tables, a.lens, a.scores, a.seqs, a.heads,
+       c.kv_heads, c.key.dim, a.max_blocks, c.blocks, c.bytes_page / bytes,
+       c.key.bytes / bytes, c.block_size, a.group, a.dtype, c.codec},
       (const kvl_cuda_queue *)queue);
 }

@@ -31,21 +31,18 @@ struct listed_keys {
   const kvl_paged_attention_args &a;
   const token_lists &lists;
   const int32_t *list;
-  int64_t block_stride, head_offset;
+  int kv_head;
 
   __device__ listed_keys(const kvl_paged_attention_args &args, const token_lists &of,
-                         int64_t row, int kv_head)
-      : a(args), lists(of), list(of.list(row, kv_head)) {
-    head_offset = (int64_t)kv_head * a.cache.block_size * a.cache.head_dim;
-    block_stride = 2 * (int64_t)a.cache.kv_heads * a.cache.block_size * a.cache.head_dim;
-  }
-  __device__ int64_t to_value() const { return block_stride / 2; }
+                         int64_t row, int head)
+      : a(args), lists(of), list(of.list(row, head)), kv_head(head) {}
+  __device__ int64_t to_value() const { return kvl__to_value(&a.cache, kv_head); }
   __device__ paged_row find(int key) const {
     const int place = key < lists.k ? list[key] : -1;
     if (place < 0 || place >= lists.all) return {0, -1};
     const uint32_t block = lists.block.quotient(place);
-    const int64_t token = place - block * lists.block.by;
-    return {block * block_stride + head_offset + token * a.cache.head_dim, 0};
+    const uint32_t token = place - block * lists.block.by;
+    return {kvl__row_at(&a.cache, &a.cache.key, block, kv_head, token), 0};
   }
 };
 
@@ -83,7 +80,7 @@ __global__ void __launch_bounds__(f32_shape<C, D>::WARPS *WARP, 2)
   for (int i = (split * WARPS * WARP + threadIdx.x) * 4; i < rows.count * D;
        i += lists.splits * WARPS * WARP * 4) {
     const int r = i / D, dim = i % D;
-    if (dim >= a.cache.head_dim) continue;
+    if (dim >= a.cache.value.dim) continue;
     float m = -INFINITY, l = 0.f, x[4] = {};
     for (int s = 0; s < lists.splits; s++)
 #pragma unroll
@@ -149,7 +146,7 @@ int launch_group(const kvl_paged_attention_args &a, const token_lists &lists,
 template <class T, class C>
 int launch_dim(const kvl_paged_attention_args &a, const token_lists &lists,
                const kvl_cuda_queue *q) {
-  const int d = a.cache.head_dim;
+  const int d = a.cache.key.dim;
   if (d <= 64) return launch_group<T, C, 64>(a, lists, q);
   if (d <= 128) return launch_group<T, C, 128>(a, lists, q);
   return launch_group<T, C, 256>(a, lists, q);
@@ -158,7 +155,7 @@ int launch_dim(const kvl_paged_attention_args &a, const token_lists &lists,
 template <class T>
 int launch_16bit(const kvl_paged_attention_args &a, const token_lists &lists,
                  const kvl_cuda_queue *q) {
-  if (a.cache.dtype == KVL_DTYPE_F8E4M3) return launch_dim<T, f8e4m3>(a, lists, q);
+  if (a.cache.codec == KVL_DTYPE_F8E4M3) return launch_dim<T, f8e4m3>(a, lists, q);
   return launch_dim<T, T>(a, lists, q);
 }
 
@@ -188,7 +185,7 @@ int launch_f32_group(const kvl_paged_attention_args &a, const token_lists &lists
 template <class C>
 int launch_f32_dim(const kvl_paged_attention_args &a, const token_lists &lists,
                    const kvl_cuda_queue *q) {
-  const int d = a.cache.head_dim;
+  const int d = a.cache.key.dim;
   if (d <= 64) return launch_f32_group<C, 64>(a, lists, q);
   if (d <= 128) return launch_f32_group<C, 128>(a, lists, q);
   return launch_f32_group<C, 256>(a, lists, q);
@@ -196,7 +193,8 @@ int launch_f32_dim(const kvl_paged_attention_args &a, const token_lists &lists,
 
 int launch(const kvl_token_attention_args &t, const kvl_cuda_queue *q) {
   if (t.rows == 0 || t.heads == 0) return KVL_OK;
-  if (!aligned16(t.q, t.cache.kv, t.out)) return kvl__cuda_check(cudaErrorMisalignedAddress);
+  if (!aligned16(t.q, t.cache.memory, t.out))
+    return kvl__cuda_check(cudaErrorMisalignedAddress);
   /* As a decode, with the fields that the inner loops read. */
   kvl_paged_attention_args a = {};
   a.cache = t.cache;
@@ -217,8 +215,8 @@ int launch(const kvl_token_attention_args &t, const kvl_cuda_queue *q) {
                              1};
   if (t.dtype == KVL_DTYPE_BF16) return launch_16bit<__nv_bfloat16>(a, lists, q);
   if (t.dtype == KVL_DTYPE_F16) return launch_16bit<__half>(a, lists, q);
-  if (t.cache.dtype == KVL_DTYPE_F8E4M3) return launch_f32_dim<f8e4m3>(a, lists, q);
-  KVL_CUDA_BY_FLOAT(t.cache.dtype, C, return launch_f32_dim<C>(a, lists, q);)
+  if (t.cache.codec == KVL_DTYPE_F8E4M3) return launch_f32_dim<f8e4m3>(a, lists, q);
+  KVL_CUDA_BY_FLOAT(t.cache.codec, C, return launch_f32_dim<C>(a, lists, q);)
 }
 
 }  // namespace

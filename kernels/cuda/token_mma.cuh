@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(token_shape<D, MW, same<C, f8e4m3>>::THREADS,
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
   const int split = blockIdx.x % lists.splits;
   const int64_t row = blockIdx.x / lists.splits;
-  const int kv_head = blockIdx.y / lists.subgroups, head_dim = a.cache.head_dim;
+  const int kv_head = blockIdx.y / lists.subgroups, head_dim = a.cache.key.dim;
   const int group = (int)(a.heads / a.cache.kv_heads);
   const int first = blockIdx.y % lists.subgroups * shape::ROWS;
   const int count = min(group - first, shape::ROWS);
@@ -167,9 +167,8 @@ __global__ void __launch_bounds__(token_shape<D, MW, same<C, f8e4m3>>::THREADS,
 
   /* ---- copying ------------------------------------------------------------------------- */
   const int32_t *const list = lists.list(row, kv_head);
-  const C *const cache = (const C *)a.cache.kv;
-  const int64_t half = (int64_t)a.cache.kv_heads * a.cache.block_size * head_dim;
-  const int64_t head_offset = (int64_t)kv_head * a.cache.block_size * head_dim;
+  const char *const cache = (const char *)a.cache.memory;
+  const int64_t to_value = kvl__to_value(&a.cache, kv_head);
   const int tiles_all = (int)((lists.k + KEYS - 1) / KEYS);
   const int each = (tiles_all + lists.splits - 1) / lists.splits;
   const int begin = min(split * each, tiles_all), end = min(begin + each, tiles_all);
@@ -189,8 +188,8 @@ __global__ void __launch_bounds__(token_shape<D, MW, same<C, f8e4m3>>::THREADS,
     for (int h = 0; h < WORDS; h++) {
       const bool valid = ahead[h] >= 0 && ahead[h] < lists.all;
       const uint32_t place = valid ? ahead[h] : 0, block = lists.block.quotient(place);
-      offset[h] = (long long)(block * 2 * half + head_offset +
-                              (int64_t)(place - block * lists.block.by) * head_dim);
+      offset[h] = (long long)kvl__row_at(&a.cache, &a.cache.key, block, kv_head,
+                                         place - block * lists.block.by);
       any |= is[h] = __ballot_sync(ALL_LANES, valid);
       if (tid == h) seen[stage][h] = is[h];
     }
@@ -204,11 +203,11 @@ __global__ void __launch_bounds__(token_shape<D, MW, same<C, f8e4m3>>::THREADS,
     for (int r0 = 0; r0 < KEYS; r0 += SIDE) {
       const int h = r0 / WARP, from = r0 % WARP + side;
       const int dim = piece * shape::NUMBERS;
-      const C *const k = cache + __shfl_sync(ALL_LANES, offset[h], from) + dim;
+      const char *const k = cache + __shfl_sync(ALL_LANES, offset[h], from) + piece * 16;
       const bool valid = is[h] >> from & 1 && dim < head_dim;
       const uint32_t to = k_at + tile_byte<PIECES>(r0 + side, piece);
       copy_async(to, k, valid); /* else zeros: no NaN gets in, and nothing is read */
-      copy_async(to + shape::TILE_BYTES, k + half, valid);
+      copy_async(to + shape::TILE_BYTES, k + to_value, valid);
     }
   };
 

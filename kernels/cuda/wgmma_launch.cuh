@@ -9,21 +9,21 @@
 
 namespace kvl {
 
-/* Maps the cache as [blocks * 2 * kv_heads, block_size / 8, PARTS, 8, ATOM], so that a box of
+/* Maps the cache as [strips of all blocks, block_size / 8, PARTS, 8, ATOM], so that a box of
  * `groups` times eight tokens arrives as [groups, PARTS] atoms; those of f8e4m3 are not
  * swizzled. Copies of single rows need no map. */
 template <class T, class shape>
-int map_cache(const kvl_cache_view &c, int groups, CUtensorMap *map) {
+int map_cache(const kvl_pages &c, int groups, CUtensorMap *map) {
   if (groups == 0) {
     *map = {};
     return KVL_OK;
   }
-  const cuuint64_t bytes = shape::F8 ? 1 : 2, bytes_row = c.head_dim * bytes;
+  const cuuint64_t bytes = shape::F8 ? 1 : 2, bytes_row = c.key.bytes_row;
   const cuuint64_t parts = shape::PARTS;
   const cuuint64_t dims[5] = {shape::ATOM, 8, parts, (cuuint64_t)c.block_size / 8,
-                              (cuuint64_t)c.blocks * 2 * c.kv_heads};
+                              (cuuint64_t)c.blocks * kvl__strips(&c)};
   const cuuint64_t strides[4] = {bytes_row, bytes * shape::ATOM, 8 * bytes_row,
-                                 c.block_size * bytes_row};
+                                 (cuuint64_t)c.key.bytes};
   const cuuint32_t box[5] = {shape::ATOM, 8, (cuuint32_t)parts, (cuuint32_t)groups, 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const CUresult r = encode_map()(
@@ -31,7 +31,7 @@ int map_cache(const kvl_cache_view &c, int groups, CUtensorMap *map) {
       shape::F8                   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
       : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      5, c.kv, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      5, c.memory, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       shape::F8           ? CU_TENSOR_MAP_SWIZZLE_NONE
       : shape::ATOM == 64 ? CU_TENSOR_MAP_SWIZZLE_128B
                           : CU_TENSOR_MAP_SWIZZLE_64B,
@@ -42,9 +42,9 @@ int map_cache(const kvl_cache_view &c, int groups, CUtensorMap *map) {
 inline int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
 
 /* Is the cache copied in boxes of eight tokens and more? Otherwise row by row. */
-inline bool wgmma_boxes(const kvl_cache_view &c) {
+inline bool wgmma_boxes(const kvl_pages &c) {
   return c.block_size % 8 == 0 && !c.pinned && c.blocks > 0 &&
-         c.blocks * 2 * c.kv_heads <= INT_MAX && encode_map();
+         c.blocks * kvl__strips(&c) <= INT_MAX && encode_map();
 }
 
 /* Without a bias, products are masked before they are scaled, so the scale has to be positive.
@@ -52,12 +52,12 @@ inline bool wgmma_boxes(const kvl_cache_view &c) {
  * decode. lua/kvlab/kernel/cuda_attention.lua relies on it that a hook's prefill is taken for
  * these dtypes and head_dims. */
 inline bool wgmma_takes(const kvl_paged_attention_args &a, int device, bool hooked) {
-  const kvl_cache_view &c = a.cache;
-  const int d = c.head_dim;
+  const kvl_pages &c = a.cache;
+  const int d = c.key.dim;
   if (!is_hopper_device(device) || a.dtype == KVL_DTYPE_F32) return false;
-  if (c.dtype != a.dtype && c.dtype != KVL_DTYPE_F8E4M3) return false;
+  if (c.codec != a.dtype && c.codec != KVL_CODEC_F8E4M3) return false;
   if (d != 64 && d != 96 && d != 128 && d != 192 && d != 256) return false;
-  if (!wgmma_boxes(c) && c.blocks * 2 * c.kv_heads * c.block_size >= (int64_t)UINT32_MAX)
+  if (!wgmma_boxes(c) && c.blocks * c.bytes_page / c.key.bytes_row >= (int64_t)UINT32_MAX)
     return false; /* more rows than a producer can number */
   if (hooked) return a.starts;
   return (a.starts || a.tree || a.heads / c.kv_heads > 16) && a.scale > 1e-6f;
@@ -201,7 +201,7 @@ template <class F> auto with_wgmma_dim(int dim, F f) {
 /* The result of f with the shape for a call that wgmma_takes. A hook is compiled for one. */
 template <int D, class F>
 auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
-  const bool f8 = a.cache.dtype == KVL_DTYPE_F8E4M3;
+  const bool f8 = a.cache.codec == KVL_DTYPE_F8E4M3;
   const bool few = !hooked && few_rows(a, f8 ? wgmma_shape<D, true, true>::ROWS
                                              : wgmma_shape<D, true>::ROWS);
   if (f8) return few ? f(wgmma_shape<D, true, true>()) : f(wgmma_shape<D, false, true>());
@@ -215,7 +215,7 @@ auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
 /* The bytes of the workspace of a call that wgmma_takes. */
 inline size_t wgmma_bytes(const kvl_paged_attention_args &a, int device, int sm_count,
                           bool hooked) {
-  return with_wgmma_dim(a.cache.head_dim, [&](auto dim) {
+  return with_wgmma_dim(a.cache.key.dim, [&](auto dim) {
     return with_wgmma_shape<dim.value>(a, hooked, [&](auto shape) {
       wgmma_plan plan;
       return plan_wgmma<decltype(shape)>(a, device, sm_count, plan);

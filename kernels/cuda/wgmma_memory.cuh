@@ -193,7 +193,8 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
                             const wgmma_plan &plan, wgmma_memory<shape> &memory) {
   constexpr int GROUPS = shape::GROUPS, STAGES = shape::STAGES;
   const int lane = threadIdx.x % WARP, g = lane % GROUPS, block_size = a.cache.block_size;
-  const int leader = g - g % plan.box, outside = (int)(a.cache.blocks * 2 * a.cache.kv_heads);
+  const int leader = g - g % plan.box, strips = kvl__strips(&a.cache);
+  const int outside = (int)a.cache.blocks * strips;
   uint32_t step = 0, side_parity = 0;
   each_work<shape>(memory, [&](const wgmma_work &w) {
     int entry = 0, token = 0;
@@ -207,7 +208,7 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
     for (int tile = w.tiles - 1; tile >= 0; tile--, step++) {
       const int position = next.position, from = token / 8;
       const bool there = position != NO_KEYS, filled = there && position + 8 <= w.length;
-      const int row = there ? (next.physical * 2 + V) * a.cache.kv_heads + w.kv_head
+      const int row = there ? next.physical * strips + kvl__strip(&a.cache, V, w.kv_head)
                             : outside;
       const bool whole = __all_sync(ALL_LANES, V ? filled : there);
       /* Keys past the end have weight 0, but 0 * NaN is NaN: in a block that was copied, their
@@ -281,7 +282,7 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
     places[i] = r / 8 * shape::CAME_GROUP_BYTES +
                 (shape::F8 ? (r % 8 + 4 * i) * ATOM_ROW + piece * 16
                            : swizzled<IN_ATOM>((r + 4 * i) % 8, piece));
-  const char *const cache = (const char *)a.cache.kv;
+  const char *const cache = (const char *)a.cache.memory;
   uint32_t step = 0, handed = 0;
   auto hand_over = [&] {
     fence_async();
@@ -302,11 +303,11 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
         const int entry = plan.by_block.quotient(key), token = key - entry * block_size;
         const wgmma_key at(a, w, entry, token);
         position[j] = at.position;
-        row[j] = at.physical < 0
-                     ? NO_ROW
-                     : ((uint32_t)(at.physical * 2 + V) * a.cache.kv_heads + w.kv_head) *
-                               block_size +
-                           token;
+        row[j] = at.physical < 0 ? NO_ROW
+                                 : (uint32_t)(at.physical * kvl__strips(&a.cache) +
+                                              kvl__strip(&a.cache, V, w.kv_head)) *
+                                           block_size +
+                                       token;
       }
     };
     look_up(w.tiles - 1);

@@ -345,8 +345,9 @@ __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
     const wgmma_key at(a, w, entry, token);
     const wgmma_sight sight(a, w, r);
     const int own = min(r, rows.count - 1), length = a.lens[w.seq];
-    const int64_t row = (int64_t)max(at.physical, 0) * 2 * a.cache.kv_heads + w.kv_head;
-    const C *k = (const C *)a.cache.kv + (row * block_size + token) * D;
+    const C *k = (const C *)((const char *)a.cache.memory +
+                             kvl__row_at(&a.cache, &a.cache.key, max(at.physical, 0),
+                                         w.kv_head, token));
     const T *q = (const T *)a.q + (rows.token(own) * a.heads + rows.head(own)) * D;
     float s = 0.f;
 #pragma unroll 1

@@ -115,16 +115,17 @@ __global__ void fill_randn(void *p, int dtype, int64_t count, uint64_t seed) {
 }
 /* NaN into what lies past the end of every sequence's last block. */
 __global__ void poison_tails(kvl_paged_attention_args a) {
-  const kvl_cache_view &c = a.cache;
+  const kvl_pages &c = a.cache;
   int64_t s = blockIdx.x, len = a.lens[s], block = len / c.block_size;
   if (len % c.block_size == 0) return;
   int64_t physical = a.tables[s * a.max_blocks + block];
   if (physical < 0 || physical >= c.blocks) return;
   for (int64_t h = 0; h < 2 * c.kv_heads; h++)
     for (int64_t t = len % c.block_size; t < c.block_size; t++)
-      for (int d = threadIdx.x; d < c.head_dim; d += blockDim.x)
-        put(c.kv, c.dtype,
-            ((physical * 2 * c.kv_heads + h) * c.block_size + t) * c.head_dim + d, NAN);
+      for (int d = threadIdx.x; d < c.key.dim; d += blockDim.x)
+        put((char *)c.memory + kvl__row_at(&c, h < c.kv_heads ? &c.key : &c.value, physical,
+                                           h % c.kv_heads, t),
+            c.codec, d, NAN);
 }
 
 /* Device memory that every problem shares. */
@@ -175,12 +176,11 @@ call prepare(const problem &p, arena &memory, unsigned seed, int sms) {
   a.dtype = p.dtype;
   a.out_dtype = p.out_dtype;
   const int64_t pool = blocks + 3;
-  a.cache = {nullptr,       pool, p.kv_heads, p.block_size, p.head_dim,
-             p.cache_dtype, 0,    nullptr,    nullptr};
+  a.cache = dev::pages(p.cache_dtype, pool, p.kv_heads, p.block_size, p.head_dim);
   const int64_t row = (int64_t)p.head_dim * kvl_dtype_bytes(p.cache_dtype);
   const int64_t numbers = pool * 2 * p.kv_heads * p.block_size * p.head_dim;
-  a.cache.kv = memory.take((size_t)numbers * kvl_dtype_bytes(p.cache_dtype));
-  fill_randn<<<1056, 256>>>(a.cache.kv, p.cache_dtype, numbers, seed);
+  a.cache.memory = memory.take((size_t)numbers * kvl_dtype_bytes(p.cache_dtype));
+  fill_randn<<<1056, 256>>>(a.cache.memory, p.cache_dtype, numbers, seed);
 
   std::vector<int32_t> order = dev::shuffled((int32_t)pool, seed), tables, selection, slots;
   size_t taken = 0;
@@ -265,7 +265,7 @@ call prepare(const problem &p, arena &memory, unsigned seed, int sms) {
 /* One block a row; sums in double. want_out f32 [rows, head_dim]. */
 __global__ void reference(kvl_paged_attention_args a, float *scores, int64_t most,
                           float *want_out, float *want_lse) {
-  const kvl_cache_view &c = a.cache;
+  const kvl_pages &c = a.cache;
   const int64_t row = blockIdx.x, s = row / a.heads, h = row % a.heads;
   const int g = (int)(h / (a.heads / c.kv_heads)), len = a.lens[s], at = len - 1;
   const int64_t entries = a.selection ? a.max_selected
@@ -287,7 +287,7 @@ __global__ void reference(kvl_paged_attention_args a, float *scores, int64_t mos
     return p < 0 || p >= c.blocks ? -1 : p;
   };
   auto place = [&](int64_t p, int half, int t) {
-    return (((p * 2 + half) * c.kv_heads + g) * c.block_size + t) * c.head_dim;
+    return (const char *)c.memory + kvl__row_at(&c, half ? &c.value : &c.key, p, g, t);
   };
   for (int64_t k = threadIdx.x; k < entries * c.block_size; k += blockDim.x) {
     int block, t = (int)(k % c.block_size);
@@ -296,9 +296,9 @@ __global__ void reference(kvl_paged_attention_args a, float *scores, int64_t mos
     score[k] = -INFINITY;
     if (p < 0 || position >= len || (a.window && position <= at - a.window)) continue;
     double dot = 0;
-    for (int d = 0; d < c.head_dim; d++)
-      dot += (double)element(a.q, a.dtype, row * c.head_dim + d) *
-             element(c.kv, c.dtype, place(p, 0, t) + d);
+    for (int d = 0; d < c.key.dim; d++)
+      dot += (double)element(a.q, a.dtype, row * c.key.dim + d) *
+             element(place(p, 0, t), c.codec, d);
     dot *= a.scale * (c.k_scale ? c.k_scale[g] : 1.f);
     if (a.soft_cap) dot = a.soft_cap * tanh(dot / a.soft_cap);
     score[k] = (float)(dot + (a.alibi ? a.alibi[h] * (double)(position - at) : 0));
@@ -320,18 +320,18 @@ __global__ void reference(kvl_paged_attention_args a, float *scores, int64_t mos
     mine = exp(lse - both);
     lse = both;
   }
-  for (int d = threadIdx.x; d < c.head_dim; d += blockDim.x) {
+  for (int d = threadIdx.x; d < c.key.dim; d += blockDim.x) {
     double x = 0;
     for (int64_t k = 0; k < entries * c.block_size; k++) {
       if (score[k] == -INFINITY) continue;
       int block;
       int64_t p = physical(k / c.block_size, block);
       x += exp((double)score[k] - top) *
-           element(c.kv, c.dtype, place(p, 1, (int)(k % c.block_size)) + d);
+           element(place(p, 1, (int)(k % c.block_size)), c.codec, d);
     }
     x = sum > 0 ? x / sum * (c.v_scale ? c.v_scale[g] : 1.f) * mine : 0;
-    if (keep > 0) x += keep * a.prev_out[row * c.head_dim + d];
-    want_out[row * c.head_dim + d] = (float)x;
+    if (keep > 0) x += keep * a.prev_out[row * c.key.dim + d];
+    want_out[row * c.key.dim + d] = (float)x;
   }
   if (threadIdx.x == 0) want_lse[row] = (float)lse;
 }
@@ -339,7 +339,7 @@ __global__ void reference(kvl_paged_attention_args a, float *scores, int64_t mos
 /* The largest error over its tolerance, which is the spec's. */
 __global__ void compare(kvl_paged_attention_args a, const float *out, const float *lse,
                         float unit, float *worst) {
-  const int64_t rows = a.tokens * a.heads, n = rows * a.cache.head_dim;
+  const int64_t rows = a.tokens * a.heads, n = rows * a.cache.key.dim;
   for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n + rows;
        i += (int64_t)gridDim.x * blockDim.x) {
     float rel = 2 * unit, got, want, room;

@@ -37,6 +37,8 @@ int kvl__cuda_check(cudaError_t error) {
 }
 int kvl__cuda_launched(void) { return kvl__cuda_check(cudaGetLastError()); }
 
+#include "page.h"
+
 namespace dev {
 
 template <class T> T *alloc(size_t count) { /* poisoned: every byte 0xFF is a NaN */
@@ -135,6 +137,14 @@ struct bench {
     return bytes / time([&] { read(bytes); }, true);
   }
 };
+
+/* Pages with keys and values of `dim` numbers; memory, scales and pinned stay empty. */
+inline kvl_pages pages(int codec, int64_t blocks, int kv_heads, int block_size, int dim) {
+  const kvl_format format = {codec, kv_heads, block_size, dim, dim, 0, nullptr, nullptr};
+  kvl_pages made = kvl__pages(&format);
+  made.blocks = blocks;
+  return made;
+}
 
 }  // namespace dev
 

@@ -64,8 +64,8 @@ __global__ void reference(kvl_paged_attention_args a, bool hooked, float *out, f
   extern __shared__ float scores[]; /* [keys] */
   __shared__ float q[256], scratch[32];
   const int64_t token = blockIdx.x, head = blockIdx.y;
-  const kvl_cache_view &c = a.cache;
-  const int d = c.head_dim, group = (int)(a.heads / c.kv_heads), kv_head = (int)head / group;
+  const kvl_pages &c = a.cache;
+  const int d = c.key.dim, group = (int)(a.heads / c.kv_heads), kv_head = (int)head / group;
   int seq = 0;
   if (!a.starts) seq = (int)token;
   else
@@ -95,13 +95,13 @@ __global__ void reference(kvl_paged_attention_args a, bool hooked, float *out, f
                                      a.max_selected +
                                  entry];
                    if (physical < 0 || physical >= c.blocks) return -1;
-                   return ((physical * 2 * c.kv_heads + kv_head) * c.block_size +
-                           i % c.block_size) *
-                          d;
+                   return kvl__row_at(&c, &c.key, physical, kv_head, i % c.block_size);
   };
-  const bool f8 = c.dtype == KVL_DTYPE_F8E4M3;
-  auto cached = [&](int64_t i) {
-    return f8 ? to_float(((const f8e4m3 *)c.kv)[i]) : to_float(((const T *)c.kv)[i]);
+  const bool f8 = c.codec == KVL_CODEC_F8E4M3;
+  const int64_t to_value = kvl__to_value(&c, kv_head);
+  auto cached = [&](int64_t row, int e) {
+    const char *at = (const char *)c.memory + row;
+    return f8 ? to_float(((const f8e4m3 *)at)[e]) : to_float(((const T *)at)[e]);
   };
   const float k_scale = c.k_scale ? c.k_scale[kv_head] : 1.f;
   const float v_scale = c.v_scale ? c.v_scale[kv_head] : 1.f;
@@ -113,7 +113,7 @@ __global__ void reference(kvl_paged_attention_args a, bool hooked, float *out, f
     float s = -INFINITY;
     if (k >= 0) {
       s = 0.f;
-      for (int e = 0; e < d; e++) s += q[e] * cached(k + e);
+      for (int e = 0; e < d; e++) s += q[e] * cached(k, e);
       s *= a.scale * k_scale;
       if (a.soft_cap > 0.f) s = a.soft_cap * tanhf(s / a.soft_cap);
       if (a.alibi) s += a.alibi[head] * (position - at);
@@ -144,7 +144,7 @@ __global__ void reference(kvl_paged_attention_args a, bool hooked, float *out, f
     for (int i = 0; i < keys; i++) {
       int position;
       const int64_t k = scores[i] > 0.f ? row(i, position) : -1;
-      if (k >= 0) x += scores[i] * cached(k + (int64_t)c.kv_heads * c.block_size * d + e);
+      if (k >= 0) x += scores[i] * cached(k + to_value, e);
     }
     x = sum > 0.f ? x / sum * v_scale : 0.f;
     if (w_prev > 0.f) x = (x * w + a.prev_out[r * d + e] * w_prev) / both;
@@ -229,24 +229,20 @@ template <class T> struct problem {
       for (int b = next; b < blocks; b++) spoil(order[b] * 2 * row, 2 * row);
       cudaFree(nan);
     }
-    a.cache = {kv,
-               blocks,
-               c.kv_heads,
-               c.block_size,
-               c.head_dim,
-               sizeof(T) == 4            ? KVL_DTYPE_F32
-               : std::is_same_v<T, bf16> ? KVL_DTYPE_BF16
-                                         : KVL_DTYPE_F16};
-    a.dtype = a.cache.dtype;
+    a.dtype = sizeof(T) == 4            ? KVL_DTYPE_F32
+              : std::is_same_v<T, bf16> ? KVL_DTYPE_BF16
+                                        : KVL_DTYPE_F16;
+    a.cache = dev::pages(c.f8 ? KVL_CODEC_F8E4M3 : a.dtype, blocks, c.kv_heads, c.block_size,
+                         c.head_dim);
+    a.cache.memory = kv;
     if (c.pinned) {
       void *host;
       DEV_CHECK(cudaMallocHost(&host, blocks * 2 * row * bytes)); /* until the program ends */
       DEV_CHECK(cudaMemcpy(host, kv, blocks * 2 * row * bytes, cudaMemcpyDeviceToHost));
-      a.cache.kv = host;
+      a.cache.memory = host;
       a.cache.pinned = 1;
     }
     if (c.f8) {
-      a.cache.dtype = KVL_DTYPE_F8E4M3;
       std::vector<float> scales(2 * c.kv_heads);
       for (size_t i = 0; i < scales.size(); i++) scales[i] = 0.3f + 0.1f * i;
       for (int i = 0; i < c.kv_heads; i++)
@@ -323,7 +319,7 @@ int launch_mma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
                                                                      (uint8_t *)a.workspace);
     return (int)KVL_OK;
   };
-  if (a.cache.dtype == KVL_DTYPE_F8E4M3)
+  if (a.cache.codec == KVL_DTYPE_F8E4M3)
     return launch(paged_prefill<T, D, f8e4m3>,
                   allow_shared<paged_prefill<T, D, f8e4m3>>(q, shape::SHARED_BYTES));
   return launch(paged_prefill<T, D>,
@@ -351,7 +347,7 @@ int launch_hooked_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue 
 }
 template <class T, int D, class H = test_hook>
 int launch_hooked(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  if (a.cache.dtype == KVL_DTYPE_F8E4M3)
+  if (a.cache.codec == KVL_DTYPE_F8E4M3)
     return launch_hooked_shape<T, wgmma_shape<D, false, true>, H>(a, q);
   return launch_hooked_shape<T, wgmma_shape<D>, H>(a, q);
 }

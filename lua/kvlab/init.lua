@@ -73,6 +73,7 @@ function later.longbench() return require "kvlab.task.longbench" end
 function later.scores() return require "kvlab.task.scores" end
 
 function later.cache() return require("kvlab.memory.cache").cache end
+function later.format() return require("kvlab.memory.formats").format end
 function later.store() return require "kvlab.memory.store" end
 function later.prefetch() return require("kvlab.memory.prefetch").prefetch end
 

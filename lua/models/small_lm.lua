@@ -82,22 +82,16 @@ end
 --- The cached K and V in the order of their tokens, f32 [tokens, embed_dim] each.
 function LM:cached()
   local size, length = self.cache.block_size, self.sequence:length()
-  local rows = { {}, {} }
-  local cache = self.cache:layer(0):reshape { -1, self.head_dim }
-  for t = 0, length - 1 do
-    local block = self.sequence:table()[math.floor(t / size) + 1]
-    for half = 0, 1 do
-      for head = 0, self.heads - 1 do
-        table.insert(rows[half + 1],
-          ((block * 2 + half) * self.heads + head) * size + t % size)
-      end
-    end
+  local blocks = kv.from(self.device, "i32", self.sequence:table())
+  local n = blocks:size(0)
+  local k = kv.tensor(self.device, "f32", { n, self.heads, size, self.head_dim })
+  local v = kv.tensor(self.device, "f32", k:dims())
+  kv.ops.read_blocks(self.cache:layer(0), blocks, k, v)
+  local function by_token(x)
+    return x:transpose(1, 2):reshape { n * size, self.heads * self.head_dim }
+      :narrow(0, length):clone()
   end
-  local function gather(index)
-    return cache:gather_rows(kv.from(self.device, "i32", { #index }, index))
-      :reshape { length, self.heads * self.head_dim }
-  end
-  return gather(rows[1]), gather(rows[2])
+  return by_token(k), by_token(v)
 end
 
 arguments.methods(LM, "a language model", {

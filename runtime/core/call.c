@@ -38,6 +38,13 @@ static int word_matches(struct kvl__call *call, const char *word, int length, in
   return 1;
 }
 
+void kvl__bind(struct kvl__call *call, const char *name, const char *shape, int64_t size) {
+  int length = (int)strcspn(shape, " ");
+  if (call->status >= 0 && !word_matches(call, shape, length, size))
+    kvl__call_fail(call, "%s has %.*s %lld, expected %lld", name, length, shape,
+                   (long long)size, (long long)kvl__dim(call, shape));
+}
+
 /* Compares the words before "..." with the leading dims, and the words after it with the
  * trailing dims. */
 static int shape_matches(struct kvl__call *call, const kvl_tensor *t, const char *shape) {

@@ -45,6 +45,9 @@ int kvl__arg(struct kvl__call *call, const char *name, const kvl_tensor *t, unsi
 static inline unsigned kvl__like(const kvl_tensor *t) {
   return t ? 1u << t->dtype : KVL__ANY;
 }
+/* Binds the first word of `shape` to a size, or fails if it is bound to another. `name` is
+ * the argument that has it. */
+void kvl__bind(struct kvl__call *call, const char *name, const char *shape, int64_t size);
 /* Size bound to a name; 0 when it was never bound. */
 int64_t kvl__dim(const struct kvl__call *call, const char *name);
 /* Sets the failure of `call`, unless it has one. Returns the status. */

@@ -34,8 +34,10 @@ struct span {
 
 struct kvl_ring {
   kvl_device *device;
-  kvl_tensor memory; /* [slots, blocks, 2, kv_heads, block_size, head_dim] */
-  kvl_tensor moved;  /* i64 [2]: bytes that gathers and offloads moved */
+  kvl_tensor memory; /* [slots, blocks, ...], pages of `format` */
+  kvl_format own;
+  const kvl_format *format; /* of pages, without scales; NULL: what the shapes say */
+  kvl_tensor moved;         /* i64 [2]: bytes that gathers and offloads moved */
   kvl_tensor moved_in, moved_out;
   int64_t bytes_in, bytes_out; /* moved by the copy engine */
   int64_t bytes_block;
@@ -122,10 +124,13 @@ static void *zeroed(size_t bytes, const char *what) {
   return p ? memset(p, 0, bytes) : NULL;
 }
 
-int kvl_ring_open(const kvl_tensor *memory, int layers, kvl_ring **out) {
+int kvl_ring_open(const kvl_tensor *memory, const kvl_format *format, int layers,
+                  kvl_ring **out) {
   KVL__NEED(out);
   struct kvl__call c = {.op = "ring"};
-  kvl__arg(&c, "memory", memory, KVL__CACHE, "slots blocks 2 kv_heads block_size head_dim");
+  if (format) kvl__arg(&c, "memory", memory, KVL__ANY, "slots blocks ...");
+  else
+    kvl__arg(&c, "memory", memory, KVL__CACHE, "slots blocks 2 kv_heads block_size head_dim");
   if (c.status >= 0 && (memory->shape[0] < 1 || memory->shape[0] > 32 || layers < 1))
     kvl__call_fail(&c,
                    "%lld slots and %d layers, expected 1 ... 32 slots and 1 or more layers",
@@ -143,6 +148,11 @@ int kvl_ring_open(const kvl_tensor *memory, int layers, kvl_ring **out) {
   r->num_slots = (int)memory->shape[0];
   r->layers = layers;
   r->buffer_span = -1;
+  if (format) {
+    r->own = *format;
+    r->own.k_scale = r->own.v_scale = NULL; /* a ring only moves pages */
+    r->format = &r->own;
+  }
   r->bytes_block = memory->count / (memory->shape[0] * memory->shape[1]) *
                    kvl_dtype_bytes(memory->dtype);
   r->slots = zeroed((size_t)r->num_slots * sizeof *r->slots, "a ring's slots");
@@ -231,12 +241,20 @@ static int expect_layer(kvl_ring *r, const char *op, int layer) {
                    r->layers - 1);
 }
 
+/* A ring moves blocks as bytes, so `cache` must have blocks like those of its slots. */
 static int expect_cache(kvl_ring *r, const char *op, const kvl_tensor *cache) {
   struct kvl__call c = {.op = op};
-  kvl__arg(&c, "memory", &r->memory, KVL__CACHE,
-           "slots per_slot 2 kv_heads block_size head_dim");
-  kvl__arg(&c, "cache", cache, kvl__like(&r->memory),
-           "blocks 2 kv_heads block_size head_dim");
+  if (!r->format) {
+    kvl__arg(&c, "memory", &r->memory, KVL__CACHE,
+             "slots per_slot 2 kv_heads block_size head_dim");
+    kvl__arg(&c, "cache", cache, kvl__like(&r->memory),
+             "blocks 2 kv_heads block_size head_dim");
+  } else if (kvl__arg(&c, "cache", cache, kvl__like(&r->memory), "blocks ...")) {
+    const int64_t bytes = cache->count * kvl_dtype_bytes(cache->dtype);
+    if (bytes != cache->shape[0] * r->bytes_block)
+      kvl__call_fail(&c, "cache has %lld bytes for %lld blocks, expected %lld for each",
+                     (long long)bytes, (long long)cache->shape[0], (long long)r->bytes_block);
+  }
   return c.status;
 }
 
@@ -322,7 +340,7 @@ static int move_on(kvl_ring *r, kvl_stream *stream, const kvl_tensor *src,
                    const kvl_tensor *moved) {
   kvl_stream *before = r->device->current;
   r->device->current = stream;
-  int status = kvl_move_blocks(src, from, dst, to, moved);
+  int status = kvl_move_blocks(src, from, dst, to, r->format, moved);
   r->device->current = before;
   return status;
 }

@@ -1,8 +1,8 @@
 /* The checks of arguments that many ops share. */
 #include "ops/op_args.h"
 
-unsigned kvl__rows_of(const kvl_tensor *cache) {
-  return kvl__like(cache) == KVL__F8 ? KVL__FLOAT : kvl__like(cache) | KVL__F32;
+unsigned kvl__rows_of(int codec) {
+  return codec == KVL_CODEC_F8E4M3 ? KVL__FLOAT : 1u << codec | KVL__F32;
 }
 
 void kvl__expect_head_dim(struct kvl__call *c) {
@@ -12,37 +12,96 @@ void kvl__expect_head_dim(struct kvl__call *c) {
                    (long long)d);
 }
 
-struct kvl_cache_view kvl__memory_arg(struct kvl__call *c, const char *name,
-                                      const kvl_tensor *memory, unsigned dtypes,
-                                      const char *shape) {
-  struct kvl_cache_view view = {0};
-  if (!kvl__vector_arg(c, name, memory, dtypes, shape)) return view;
-  int64_t d = kvl__dim(c, "head_dim"), size = kvl__dim(c, "block_size");
-  kvl__expect_head_dim(c);
-  if (size < 1 || size > 4096)
-    kvl__call_fail(c, "block_size is %lld, expected 1 ... 4096", (long long)size);
-  if (c->status >= 0 && memory->dtype == KVL_DTYPE_F8E4M3 && d % 16)
-    kvl__call_fail(c, "head_dim is %lld, expected a multiple of 16 for an f8e4m3 %s",
-                   (long long)d, name);
-  return (struct kvl_cache_view){.kv = memory->ptr,
-                                 .blocks = memory->shape[0],
-                                 .kv_heads = (int32_t)memory->shape[2],
-                                 .block_size = (int32_t)size,
-                                 .head_dim = (int32_t)d,
-                                 .dtype = memory->dtype,
-                                 .pinned = kvl_tensor_is_pinned(memory)};
+/* The format that a tensor [blocks, 2, kv_heads, block_size, head_dim] stands for. */
+static kvl_format format_of(const kvl_tensor *memory) {
+  int32_t dim = (int32_t)memory->shape[4];
+  return (kvl_format){.codec = memory->dtype,
+                      .kv_heads = (int32_t)memory->shape[2],
+                      .block_size = (int32_t)memory->shape[3],
+                      .key_dim = dim,
+                      .value_dim = dim};
 }
 
-void kvl__scale_args(struct kvl__call *c, struct kvl_cache_view *view,
-                     const kvl_tensor *k_scale, const kvl_tensor *v_scale) {
-  int given = kvl__arg(c, "k_scale?", k_scale, KVL__F32, "kv_heads");
-  given += kvl__arg(c, "v_scale?", v_scale, KVL__F32, "kv_heads");
-  if (given && view->dtype != KVL_DTYPE_F8E4M3)
+static void expect_format(struct kvl__call *c, const char *name, const kvl_format *f) {
+  if (f->codec < 0 || f->codec > KVL_CODEC_F8E4M3)
+    kvl__call_fail(c, "%s has codec %d, expected 0 ... %d", name, f->codec, KVL_CODEC_F8E4M3);
+  if (f->kv_heads < 0)
+    kvl__call_fail(c, "%s has %d kv_heads, expected 0 or more", name, f->kv_heads);
+  if (f->block_size < 1 || f->block_size > 4096)
+    kvl__call_fail(c, "block_size is %d, expected 1 ... 4096", f->block_size);
+  if (f->value_dim != f->key_dim || f->is_shared)
+    kvl__call_fail(c, "%s has keys of %d numbers and %s of %d, expected values like keys",
+                   name, f->key_dim, f->is_shared ? "shared values" : "values", f->value_dim);
+  if (c->status >= 0 && f->codec == KVL_CODEC_F8E4M3 && f->key_dim % 16)
+    kvl__call_fail(c, "head_dim is %d, expected a multiple of 16 for an f8e4m3 %s",
+                   f->key_dim, name);
+}
+
+/* Checks the scales of a format and sets them in a view of its pages. */
+static void scale_args(struct kvl__call *c, struct kvl_pages *view, const kvl_format *f) {
+  int given = kvl__arg(c, "k_scale?", f->k_scale, KVL__F32, "kv_heads");
+  given += kvl__arg(c, "v_scale?", f->v_scale, KVL__F32, "kv_heads");
+  if (given && f->codec != KVL_CODEC_F8E4M3)
     kvl__call_fail(c, "%s_scale is given for a cache of %s, expected f8e4m3",
-                   k_scale ? "k" : "v", kvl_dtype_name(view->dtype));
+                   f->k_scale ? "k" : "v", kvl_dtype_name(f->codec));
   if (c->status < 0) return;
-  if (k_scale) view->k_scale = k_scale->ptr;
-  if (v_scale) view->v_scale = v_scale->ptr;
+  if (f->k_scale) view->k_scale = f->k_scale->ptr;
+  if (f->v_scale) view->v_scale = f->v_scale->ptr;
+}
+
+int64_t kvl_format_bytes_page(const kvl_format *format) {
+  KVL__NEED(format);
+  struct kvl__call c = {.op = "format"};
+  expect_format(&c, "format", format);
+  if (format->key_dim < 1)
+    kvl__call_fail(&c, "key_dim is %d, expected 1 or more", format->key_dim);
+  return c.status < 0 ? c.status : kvl__pages(format).bytes_page;
+}
+
+/* Checks memory of pages that a format describes. Its first dim is blocks. */
+static void expect_memory(struct kvl__call *c, const char *name, const kvl_tensor *memory,
+                          const kvl_format *f, const char *blocks) {
+  if (!kvl__vector_arg(c, name, memory, 1u << f->codec, "...")) return;
+  if (memory->ndim < 1) kvl__call_fail(c, "%s has no dims, expected blocks", name);
+  kvl__bind(c, name, blocks, memory->shape[0]);
+  kvl__bind(c, name, "kv_heads", f->kv_heads);
+  kvl__bind(c, name, "block_size", f->block_size);
+  kvl__bind(c, name, "head_dim", f->key_dim);
+  const int64_t page = kvl__pages(f).bytes_page;
+  const int64_t bytes = memory->count * kvl_dtype_bytes(memory->dtype);
+  if (bytes != memory->shape[0] * page)
+    kvl__call_fail(c, "%s has %lld bytes for %lld blocks, expected %lld for each", name,
+                   (long long)bytes, (long long)memory->shape[0], (long long)page);
+}
+
+struct kvl_pages kvl__pages_arg(struct kvl__call *c, const char *name,
+                                const kvl_tensor *memory, const kvl_format *format,
+                                const char *shape) {
+  struct kvl_pages view = {0};
+  kvl_format plain;
+  if (format) {
+    expect_format(c, name, format);
+    expect_memory(c, name, memory, format, shape);
+  } else if (kvl__vector_arg(c, name, memory, KVL__CACHE, shape)) {
+    plain = format_of(memory), format = &plain;
+    kvl__expect_head_dim(c);
+    expect_format(c, name, format);
+  }
+  kvl__expect_head_dim(c);
+  if (c->status < 0) return view;
+  view = kvl__pages(format);
+  view.memory = memory->ptr;
+  view.blocks = memory->shape[0];
+  view.pinned = kvl_tensor_is_pinned(memory);
+  scale_args(c, &view, format);
+  return view;
+}
+
+void kvl__expect_same_pages(struct kvl__call *c, const char *name, const struct kvl_pages *p,
+                            const struct kvl_pages *other) {
+  if (p->codec != other->codec)
+    kvl__call_fail(c, "%s is %s, expected %s", name, kvl_dtype_name(p->codec),
+                   kvl_dtype_name(other->codec));
 }
 
 void kvl__expect_groups(struct kvl__call *c) {

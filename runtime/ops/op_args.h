@@ -1,25 +1,25 @@
-/* Arguments that many ops share: KV memory and its scales, groups of heads, budgets. */
+/* Arguments that many ops share: KV memory, groups of heads, budgets. */
 #ifndef KVL_OP_ARGS_H
 #define KVL_OP_ARGS_H
 
 #include "core/call.h"
 
-/* Checks KV memory of one layer and returns a view of it. `shape` names its dims, the last
- * four of which are "2 kv_heads block_size head_dim". */
-struct kvl_cache_view kvl__memory_arg(struct kvl__call *c, const char *name,
-                                      const kvl_tensor *memory, unsigned dtypes,
-                                      const char *shape);
-
-/* Checks the scales of an f8e4m3 cache and sets them in its view. Both may be NULL. */
-void kvl__scale_args(struct kvl__call *c, struct kvl_cache_view *view,
-                     const kvl_tensor *k_scale, const kvl_tensor *v_scale);
+/* Checks pages of one layer and returns a view of them. format NULL: the shape and the dtype
+ * of memory say it. `shape` names the dims that memory has then: a name of its own for the
+ * blocks, and "2 kv_heads block_size head_dim". */
+struct kvl_pages kvl__pages_arg(struct kvl__call *c, const char *name,
+                                const kvl_tensor *memory, const kvl_format *format,
+                                const char *shape);
+/* Expects that two memories have pages of one format. */
+void kvl__expect_same_pages(struct kvl__call *c, const char *name, const struct kvl_pages *p,
+                            const struct kvl_pages *other);
 /* Expects that heads is a multiple of kv_heads. */
 void kvl__expect_groups(struct kvl__call *c);
 void kvl__expect_block_size(struct kvl__call *c, int block_size);
 void kvl__expect_budget(struct kvl__call *c, const kvl_budget *budget);
-/* The dtypes that rows for a cache and queries that read it may have: the cache's own and
- * f32; for an f8e4m3 cache f32, f16 and bf16. */
-unsigned kvl__rows_of(const kvl_tensor *cache);
+/* The dtypes that rows for pages and queries that read them may have: the codec's own and
+ * f32, or f32, f16 and bf16 if the codec is no dtype of rows. */
+unsigned kvl__rows_of(int codec);
 /* Expects a head_dim that the kernels support. */
 void kvl__expect_head_dim(struct kvl__call *c);
 

@@ -10,20 +10,26 @@
 /* The dtypes of a result that may be f32 or like t. */
 static unsigned like_or_f32(const kvl_tensor *t) { return kvl__like(t) | KVL__F32; }
 
-static struct kvl_cache_view cache_arg(struct kvl__call *c, const kvl_tensor *cache) {
-  return kvl__memory_arg(c, "cache", cache, KVL__CACHE,
-                         "blocks 2 kv_heads block_size head_dim");
+static struct kvl_pages cache_arg(struct kvl__call *c, const kvl_tensor *cache,
+                                  const kvl_format *format) {
+  return kvl__pages_arg(c, "cache", cache, format, "blocks 2 kv_heads block_size head_dim");
+}
+
+int kvl_pages_of(const kvl_tensor *cache, const kvl_format *format, kvl_pages *out) {
+  KVL__NEED(out);
+  struct kvl__call c = {.op = "pages_of"};
+  struct kvl_pages pages = cache_arg(&c, cache, format);
+  if (c.status >= 0) *out = pages;
+  return c.status;
 }
 
 int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *places,
-                  const kvl_tensor *cache, const kvl_tensor *k_scale,
-                  const kvl_tensor *v_scale) {
+                  const kvl_tensor *cache, const kvl_format *format) {
   struct kvl__call c = {.op = "append_kv"};
-  struct kvl_cache_view view = cache_arg(&c, cache);
-  kvl__vector_arg(&c, "k", k, kvl__rows_of(cache), "tokens kv_heads head_dim");
+  struct kvl_pages view = cache_arg(&c, cache, format);
+  kvl__vector_arg(&c, "k", k, kvl__rows_of(view.codec), "tokens kv_heads head_dim");
   kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
   kvl__arg(&c, "places", places, KVL__I64, "tokens");
-  kvl__scale_args(&c, &view, k_scale, v_scale);
   if (c.status < 0) return c.status;
   struct kvl_append_kv_args args = {view, k->ptr, v->ptr, places->ptr, k->shape[0], k->dtype};
   return KVL__LAUNCH(&c, append_kv, args);
@@ -31,12 +37,38 @@ int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *pl
 
 int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tensor *cache) {
   struct kvl__call c = {.op = "copy_blocks"};
-  struct kvl_cache_view view = cache_arg(&c, cache);
+  kvl__vector_arg(&c, "cache", cache, KVL__ANY, "blocks ...");
   kvl__arg(&c, "src", src, KVL__I32, "n");
   kvl__arg(&c, "dst", dst, KVL__I32, "n");
+  const int64_t blocks = kvl__dim(&c, "blocks");
+  const int64_t bytes = blocks ? cache->count / blocks * kvl_dtype_bytes(cache->dtype) : 0;
+  if (bytes % 16)
+    kvl__call_fail(&c, "cache has blocks of %lld bytes, expected a multiple of 16",
+                   (long long)bytes);
   if (c.status < 0) return c.status;
-  struct kvl_copy_blocks_args args = {view, src->ptr, dst->ptr, src->count};
+  struct kvl_copy_blocks_args args = {cache->ptr, src->ptr, dst->ptr,
+                                      blocks,     bytes,    src->count};
   return KVL__LAUNCH(&c, copy_blocks, args);
+}
+
+int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
+                    const kvl_tensor *blocks, const kvl_tensor *k, const kvl_tensor *v) {
+  static const char shape[] = "n kv_heads block_size head_dim";
+  struct kvl__call c = {.op = "read_blocks"};
+  struct kvl_pages view = cache_arg(&c, cache, format);
+  kvl__arg(&c, "blocks", blocks, KVL__I32, "n");
+  const unsigned dtypes = 1u << view.codec | KVL__FLOAT;
+  int given = kvl__vector_arg(&c, "k?", k, dtypes, shape);
+  given += kvl__vector_arg(&c, "v?", v, k ? kvl__like(k) : dtypes, shape);
+  if (c.status < 0) return c.status;
+  if (!given) return KVL_OK;
+  struct kvl_read_blocks_args args = {.cache = view,
+                                      .blocks = blocks->ptr,
+                                      .k = k ? k->ptr : NULL,
+                                      .v = v ? v->ptr : NULL,
+                                      .n = blocks->count,
+                                      .dtype = (k ? k : v)->dtype};
+  return KVL__LAUNCH(&c, read_blocks, args);
 }
 
 /* A hook, its arguments and its tensors. */
@@ -69,9 +101,8 @@ int kvl_paged_attention(const kvl_attention *a) {
                                                       .causal = a->causal != 0,
                                                       .window = a->window}};
   struct kvl_paged_attention_args *args = &hooked.base;
-  args->cache = cache_arg(&c, a->cache);
-  kvl__vector_arg(&c, "q", a->q, kvl__rows_of(a->cache), "tokens heads head_dim");
-  kvl__scale_args(&c, &args->cache, a->k_scale, a->v_scale);
+  args->cache = cache_arg(&c, a->cache, a->format);
+  kvl__vector_arg(&c, "q", a->q, kvl__rows_of(args->cache.codec), "tokens heads head_dim");
   if (a->window < 0) kvl__call_fail(&c, "window is %d, expected >= 0", a->window);
   if (!(a->soft_cap >= 0 && a->soft_cap < INFINITY))
     kvl__call_fail(&c, "soft_cap is %g, expected >= 0 and finite", a->soft_cap);
@@ -167,15 +198,15 @@ int kvl_merge_attention(const kvl_tensor *out_a, const kvl_tensor *lse_a,
 
 /* ---- block summaries and scores -------------------------------------------------------- */
 
-int kvl_block_minmax(const kvl_tensor *cache, const kvl_tensor *blocks,
-                     const kvl_tensor *tokens, const kvl_tensor *rows,
-                     const kvl_tensor *summary) {
+int kvl_block_minmax(const kvl_tensor *cache, const kvl_format *format,
+                     const kvl_tensor *blocks, const kvl_tensor *tokens,
+                     const kvl_tensor *rows, const kvl_tensor *summary) {
   struct kvl__call c = {.op = "block_minmax"};
-  struct kvl_cache_view view = cache_arg(&c, cache);
+  struct kvl_pages view = cache_arg(&c, cache, format);
   kvl__arg(&c, "blocks", blocks, KVL__I32, "n");
   kvl__arg(&c, "tokens", tokens, KVL__I32, "n");
   kvl__arg(&c, "rows?", rows, KVL__I32, "n");
-  kvl__vector_arg(&c, "summary", summary, kvl__like(cache),
+  kvl__vector_arg(&c, "summary", summary, 1u << view.codec,
                   "summary_rows 2 kv_heads head_dim");
   if (c.status < 0) return c.status;
   struct kvl_block_minmax_args args = {
@@ -184,15 +215,15 @@ int kvl_block_minmax(const kvl_tensor *cache, const kvl_tensor *blocks,
   return KVL__LAUNCH(&c, block_minmax, args);
 }
 
-int kvl_block_mean(const kvl_tensor *cache, const kvl_tensor *blocks,
-                   const kvl_tensor *tokens, const kvl_tensor *rows,
+int kvl_block_mean(const kvl_tensor *cache, const kvl_format *format,
+                   const kvl_tensor *blocks, const kvl_tensor *tokens, const kvl_tensor *rows,
                    const kvl_tensor *summary) {
   struct kvl__call c = {.op = "block_mean"};
-  struct kvl_cache_view view = cache_arg(&c, cache);
+  struct kvl_pages view = cache_arg(&c, cache, format);
   kvl__arg(&c, "blocks", blocks, KVL__I32, "n");
   kvl__arg(&c, "tokens", tokens, KVL__I32, "n");
   kvl__arg(&c, "rows?", rows, KVL__I32, "n");
-  kvl__vector_arg(&c, "summary", summary, kvl__rows_of(cache),
+  kvl__vector_arg(&c, "summary", summary, kvl__rows_of(view.codec),
                   "summary_rows kv_heads head_dim");
   if (c.status < 0) return c.status;
   struct kvl_block_mean_args args = {
@@ -247,10 +278,11 @@ int kvl_score_mean(const kvl_tensor *q, const kvl_tensor *summary, const kvl_ten
   return KVL__LAUNCH(&c, score_mean, args);
 }
 
-int kvl_score_max_qk(const kvl_tensor *q, const kvl_tensor *cache, const kvl_tensor *tables,
-                     const kvl_tensor *lens, int group, const kvl_tensor *scores) {
+int kvl_score_max_qk(const kvl_tensor *q, const kvl_tensor *cache, const kvl_format *format,
+                     const kvl_tensor *tables, const kvl_tensor *lens, int group,
+                     const kvl_tensor *scores) {
   struct kvl__call c = {.op = "score_max_qk"};
-  struct kvl_cache_view view = cache_arg(&c, cache);
+  struct kvl_pages view = cache_arg(&c, cache, format);
   score_args(&c, q, tables, lens, group, scores);
   if (c.status < 0) return c.status;
   struct kvl_score_max_qk_args args = {view,

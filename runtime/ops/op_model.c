@@ -137,17 +137,16 @@ int kvl_rope(const kvl_tensor *x, const kvl_tensor *positions, const kvl_tensor 
 int kvl_rope_append(const kvl_tensor *q, const kvl_tensor *k, const kvl_tensor *v,
                     const kvl_tensor *positions, const kvl_tensor *inv_freq,
                     const kvl_tensor *places, const kvl_tensor *cache,
-                    const kvl_tensor *k_scale, const kvl_tensor *v_scale) {
+                    const kvl_format *format) {
   struct kvl__call c = {.op = "rope_append"};
-  struct kvl_cache_view view = kvl__memory_arg(&c, "cache", cache, KVL__CACHE,
-                                               "blocks 2 kv_heads block_size head_dim");
-  kvl__vector_arg(&c, "q", q, kvl__rows_of(cache), "tokens heads head_dim");
+  struct kvl_pages view = kvl__pages_arg(&c, "cache", cache, format,
+                                         "blocks 2 kv_heads block_size head_dim");
+  kvl__vector_arg(&c, "q", q, kvl__rows_of(view.codec), "tokens heads head_dim");
   kvl__vector_arg(&c, "k", k, kvl__like(q), "tokens kv_heads head_dim");
   kvl__vector_arg(&c, "v", v, kvl__like(q), "tokens kv_heads head_dim");
   kvl__arg(&c, "positions", positions, KVL__I32, "tokens");
   kvl__arg(&c, "inv_freq", inv_freq, KVL__F32, "pairs");
   kvl__arg(&c, "places", places, KVL__I64, "tokens");
-  kvl__scale_args(&c, &view, k_scale, v_scale);
   expect_pairs(&c, inv_freq);
   if (c.status < 0) return c.status;
   struct kvl_rope_append_args args = {

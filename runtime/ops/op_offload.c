@@ -7,13 +7,14 @@
 static void *ptr_of(const kvl_tensor *t) { return t ? t->ptr : NULL; }
 
 int kvl_move_blocks(const kvl_tensor *src, const kvl_tensor *from, const kvl_tensor *dst,
-                    const kvl_tensor *to, const kvl_tensor *moved) {
+                    const kvl_tensor *to, const kvl_format *format, const kvl_tensor *moved) {
   struct kvl__call c = {.op = "move_blocks"};
   struct kvl_move_blocks_args args = {0};
-  args.src = kvl__memory_arg(&c, "src", src, KVL__CACHE,
-                             "blocks_src 2 kv_heads block_size head_dim");
-  args.dst = kvl__memory_arg(&c, "dst", dst, kvl__like(src),
-                             "blocks_dst 2 kv_heads block_size head_dim");
+  args.src = kvl__pages_arg(&c, "src", src, format,
+                            "blocks_src 2 kv_heads block_size head_dim");
+  args.dst = kvl__pages_arg(&c, "dst", dst, format,
+                            "blocks_dst 2 kv_heads block_size head_dim");
+  kvl__expect_same_pages(&c, "dst", &args.dst, &args.src);
   kvl__arg(&c, "from", from, KVL__I32, "seqs lanes n");
   kvl__arg(&c, "to", to, KVL__I32, "seqs lanes n");
   if (kvl__arg(&c, "moved?", moved, KVL__I64, "1")) args.moved = moved->ptr;
@@ -70,8 +71,8 @@ int kvl_cut_selection(const kvl_cut *a) {
 
 static struct kvl_hot_view hot_arg(struct kvl__call *c, const kvl_hot *h) {
   struct kvl_hot_view view = {0};
-  view.memory = kvl__memory_arg(c, "memory", h->memory, KVL__CACHE,
-                                "slots 2 kv_heads block_size head_dim");
+  view.memory = kvl__pages_arg(c, "memory", h->memory, h->format,
+                               "slots 2 kv_heads block_size head_dim");
   kvl__arg(c, "slot_of", h->slot_of, KVL__I32, "kv_heads blocks");
   kvl__arg(c, "block_of", h->block_of, KVL__I32, "kv_heads slots");
   kvl__arg(c, "order", h->order, KVL__I32, "kv_heads slots");
@@ -142,22 +143,22 @@ int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *a) {
 
 int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
                    const kvl_tensor *places, const kvl_tensor *cache,
-                   const kvl_tensor *buffer_places, const kvl_tensor *buffer,
-                   const kvl_tensor *k_scale, const kvl_tensor *v_scale) {
+                   const kvl_tensor *buffer_places, const kvl_tensor *buffer) {
   KVL__NEED(hot);
   struct kvl__call c = {.op = "hot_append"};
   struct kvl_hot_append_args args = {.hot = hot_arg(&c, hot)};
-  args.cache = kvl__memory_arg(&c, "cache", cache, kvl__like(hot->memory),
-                               "blocks 2 kv_heads block_size head_dim");
-  kvl__vector_arg(&c, "k", k, kvl__rows_of(cache), "tokens kv_heads head_dim");
+  args.cache = kvl__pages_arg(&c, "cache", cache, hot->format,
+                              "blocks 2 kv_heads block_size head_dim");
+  kvl__expect_same_pages(&c, "cache", &args.cache, &args.hot.memory);
+  kvl__vector_arg(&c, "k", k, kvl__rows_of(args.cache.codec), "tokens kv_heads head_dim");
   kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
   kvl__arg(&c, "places", places, KVL__I64, "tokens");
   if (buffer) {
-    args.buffer = kvl__memory_arg(&c, "buffer", buffer, kvl__like(cache),
-                                  "buffer_blocks 2 kv_heads block_size head_dim");
+    args.buffer = kvl__pages_arg(&c, "buffer", buffer, hot->format,
+                                 "buffer_blocks 2 kv_heads block_size head_dim");
+    kvl__expect_same_pages(&c, "buffer", &args.buffer, &args.cache);
     kvl__arg(&c, "buffer_places", buffer_places, KVL__I64, "tokens");
   }
-  kvl__scale_args(&c, &args.cache, k_scale, v_scale);
   if (c.status < 0) return c.status;
   args.buffer_places = ptr_of(buffer_places);
   args.k = k->ptr;

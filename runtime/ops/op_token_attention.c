@@ -3,16 +3,14 @@
 #include "ops/op_args.h"
 
 int kvl_token_attention(const kvl_tensor *q, const kvl_tensor *cache,
-                        const kvl_tensor *places, double scale, const kvl_tensor *k_scale,
-                        const kvl_tensor *v_scale, const kvl_tensor *out,
-                        const kvl_tensor *lse) {
+                        const kvl_format *format, const kvl_tensor *places, double scale,
+                        const kvl_tensor *out, const kvl_tensor *lse) {
   struct kvl__call c = {.op = "token_attention"};
   struct kvl_token_attention_args args = {.scale = (float)scale, .place_heads = 1};
-  args.cache = kvl__memory_arg(&c, "cache", cache, KVL__CACHE,
-                               "blocks 2 kv_heads block_size head_dim");
-  kvl__vector_arg(&c, "q", q, kvl__rows_of(cache), "rows heads head_dim");
+  args.cache = kvl__pages_arg(&c, "cache", cache, format,
+                              "blocks 2 kv_heads block_size head_dim");
+  kvl__vector_arg(&c, "q", q, kvl__rows_of(args.cache.codec), "rows heads head_dim");
   kvl__expect_groups(&c);
-  kvl__scale_args(&c, &args.cache, k_scale, v_scale);
   if (places && places->ndim == 3) {
     kvl__arg(&c, "places", places, KVL__I32, "rows kv_heads k");
     args.place_heads = args.cache.kv_heads;

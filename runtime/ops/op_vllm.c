@@ -55,7 +55,8 @@ int kvl_vllm_append(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *
                     const kvl_tensor *k_scale, const kvl_tensor *v_scale) {
   struct kvl__call c = {.op = "vllm_append"};
   struct kvl_vllm_view view = cache_args(&c, key_cache, value_cache, k_scale, v_scale);
-  kvl__vector_arg(&c, "k", k, kvl__rows_of(key_cache), "tokens kv_heads head_dim");
+  kvl__vector_arg(&c, "k", k, kvl__rows_of(key_cache ? key_cache->dtype : KVL_DTYPE_F32),
+                  "tokens kv_heads head_dim");
   kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
   kvl__arg(&c, "places", places, KVL__I64, "tokens");
   if (c.status < 0) return c.status;

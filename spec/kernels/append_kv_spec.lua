@@ -22,7 +22,8 @@ local function append(dev, c)
     return scales and kv.from(dev, "f32", { c.kv_heads }, scales)
   end
   kv.check(kv.C.kvl_append_kv(k:to(dev), v:to(dev),
-    kv.from(dev, "i64", { tokens }, places), cache, scale(c.k_scale), scale(c.v_scale)))
+    kv.from(dev, "i64", { tokens }, places), cache,
+    support.format_of(cache, scale(c.k_scale), scale(c.v_scale))))
   return cache, k, v, places
 end
 
@@ -70,8 +71,8 @@ describe("appending K and V", function()
       2 * 2 ^ -9, -4 * 2 ^ -9, 2 ^ -6, 0 }
     local rows = kv.from(dev, "f32", { 1, 1, 16 }, values)
     local cache = kv.full(dev, "f8e4m3", { 1, 2, 1, 1, 16 }, 7)
-    kv.check(kv.C.kvl_append_kv(rows, rows, kv.from(dev, "i64", { 1 }, { 0 }), cache, nil,
-      kv.from(dev, "f32", { 1 }, { 0.5 })))
+    kv.check(kv.C.kvl_append_kv(rows, rows, kv.from(dev, "i64", { 1 }, { 0 }), cache,
+      support.format_of(cache, nil, kv.from(dev, "f32", { 1 }, { 0.5 }))))
     support.equal(cache:index(0):index(0), want, "K")
     local doubled = { 448, 448, 448, 448, -448, 448, -448, nan, 2 ^ -5, 2 ^ -8, 2 ^ -9,
       2 * 2 ^ -9, 5 * 2 ^ -9, -7 * 2 ^ -9, 0.03125, 0 }
@@ -84,7 +85,7 @@ describe("appending K and V", function()
     local function crossed(open)
       local cache = open(dev, "bf16", { 3, 2, 2, 4, 8 })
       return { link_bytes(dev, function()
-        kv.check(kv.C.kvl_append_kv(rows, rows, places, cache, nil, nil))
+        kv.check(kv.C.kvl_append_kv(rows, rows, places, cache, nil))
       end) }
     end
     assert.same({ 0, 2 * 2 * 2 * 8 * 2 }, crossed(kv.pinned))

@@ -41,7 +41,7 @@ local function run(dev, c)
   if c.per == "token" then table.insert(dims, 3, l.block_size) end
   local function list(values) return kv.from(dev, "i32", { #values }, values) end
   local out = support.poisoned(dev, "u64", dims)
-  kv.check(kv.C.kvl_block_hash((p.paged.on(dev)), list(p.blocks), list(p.tokens),
+  kv.check(kv.C.kvl_block_hash((p.paged.on(dev)), nil, list(p.blocks), list(p.tokens),
     p.rows and list(p.rows) or nil, p.planes:to(dev), out))
   return out
 end

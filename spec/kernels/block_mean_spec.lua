@@ -12,7 +12,8 @@ local function summary_of(dev, c)
   local blocks, tokens = support.named_blocks(paged)
   local l = paged.layout
   local summary = kv.full(dev, c.out, { l.blocks, l.kv_heads, l.head_dim }, POISON)
-  kv.check(kv.C.kvl_block_mean((paged.on(dev)), kv.from(dev, "i32", { #blocks }, blocks),
+  kv.check(kv.C.kvl_block_mean((paged.on(dev)), nil,
+    kv.from(dev, "i32", { #blocks }, blocks),
     kv.from(dev, "i32", { #tokens }, tokens), nil, summary))
   return summary, paged, blocks, tokens
 end

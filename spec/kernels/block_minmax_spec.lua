@@ -11,7 +11,7 @@ local function summary_of(dev, c)
   local blocks, tokens = support.named_blocks(paged)
   local l = paged.layout
   local summary = kv.full(dev, c.dtype, { l.blocks, 2, l.kv_heads, l.head_dim }, POISON)
-  kv.check(kv.C.kvl_block_minmax((paged.on(dev)),
+  kv.check(kv.C.kvl_block_minmax((paged.on(dev)), nil,
     kv.from(dev, "i32", { #blocks }, blocks),
     kv.from(dev, "i32", { #tokens }, tokens), nil, summary))
   return summary, paged, blocks, tokens

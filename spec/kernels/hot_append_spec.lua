@@ -52,6 +52,7 @@ local function prepare(dev, c)
   if c.scales then
     t.k_scale = kv.from(dev, "f32", { c.kv_heads }, c.scales)
     t.v_scale = kv.from(dev, "f32", { c.kv_heads }, c.scales) * 3
+    hot.format = support.format_of(t.cache, t.k_scale, t.v_scale)
   end
   return t, { k = support.stored(k, c.dtype, c.scales), places = places,
     v = support.stored(v, c.dtype, t.v_scale and t.v_scale:list()),
@@ -60,7 +61,7 @@ end
 
 local function launch(t)
   kv.check(kv.C.kvl_hot_append(ffi.new("kvl_hot", t.hot), t.k, t.v, t.places, t.cache,
-    t.buffer_places, t.buffer, t.k_scale, t.v_scale))
+    t.buffer_places, t.buffer))
 end
 
 --- The host tier, the slots' memory and the buffer after the call, and what went in.

@@ -195,10 +195,10 @@ function ops.move_blocks(world)
   local here, there = i32(world, { 1, 1, COUNT }, list), i32(world, { 1, 1, COUNT },
     numbers)
   local slots = kv.zeros(dev, "bf16", { COUNT, unpack(PAGE) })
-  check(kv.C.kvl_move_blocks(cache, here, slots, there, nil))
+  check(kv.C.kvl_move_blocks(cache, here, slots, there, nil, nil))
   local out = text_of(slots)
   slots:fill_(3)
-  check(kv.C.kvl_move_blocks(slots, there, cache, here, nil))
+  check(kv.C.kvl_move_blocks(slots, there, cache, here, nil, nil))
   return out .. bytes_of(cache, rows)
 end
 
@@ -278,7 +278,7 @@ function ops.block_minmax(world)
   local cache, rows = pages(world)
   local blocks, tokens = touched(world, rows)
   local summary = kv.zeros(world.device, "bf16", { COUNT, 2, KV_HEADS, DIM })
-  check(kv.C.kvl_block_minmax(cache, blocks, tokens, kv.arange(world.device, "i32",
+  check(kv.C.kvl_block_minmax(cache, nil, blocks, tokens, kv.arange(world.device, "i32",
     COUNT), summary))
   return text_of(summary)
 end
@@ -287,8 +287,8 @@ function ops.block_mean(world)
   local cache, rows = pages(world)
   local blocks, tokens = touched(world, rows)
   local summary = kv.zeros(world.device, "f32", { COUNT, KV_HEADS, DIM })
-  check(kv.C.kvl_block_mean(cache, blocks, tokens, kv.arange(world.device, "i32", COUNT),
-    summary))
+  check(kv.C.kvl_block_mean(cache, nil, blocks, tokens, kv.arange(world.device, "i32",
+    COUNT), summary))
   return text_of(summary)
 end
 
@@ -299,8 +299,8 @@ function ops.block_hash(world)
   local here = kv.arange(world.device, "i32", COUNT)
   local means = kv.zeros(world.device, "u64", { COUNT, KV_HEADS, 2 })
   local each = kv.zeros(world.device, "u64", { COUNT, KV_HEADS, BLOCK, 2 })
-  check(kv.C.kvl_block_hash(cache, blocks, tokens, here, planes, means))
-  check(kv.C.kvl_block_hash(cache, blocks, tokens, here, planes, each))
+  check(kv.C.kvl_block_hash(cache, nil, blocks, tokens, here, planes, means))
+  check(kv.C.kvl_block_hash(cache, nil, blocks, tokens, here, planes, each))
   return text_of(means) .. text_of(each)
 end
 
@@ -321,8 +321,8 @@ end
 
 function ops.score_minmax(world)
   local q = randn(world, "bf16", { 2, HEADS, DIM }, 5)
-  return summarised(world, "bf16", { 2, KV_HEADS, DIM }, function(...)
-    check(kv.C.kvl_block_minmax(...))
+  return summarised(world, "bf16", { 2, KV_HEADS, DIM }, function(cache, ...)
+    check(kv.C.kvl_block_minmax(cache, nil, ...))
   end, function(summary, tables, lens, into)
     check(kv.C.kvl_score_minmax(q, summary, tables, lens, BLOCK, kv.C.KVL_GROUP_MAX,
       into))
@@ -331,8 +331,8 @@ end
 
 function ops.score_mean(world)
   local q = randn(world, "bf16", { 2, HEADS, DIM }, 5)
-  return summarised(world, "bf16", { KV_HEADS, DIM }, function(...)
-    check(kv.C.kvl_block_mean(...))
+  return summarised(world, "bf16", { KV_HEADS, DIM }, function(cache, ...)
+    check(kv.C.kvl_block_mean(cache, nil, ...))
   end, function(summary, tables, lens, into)
     check(kv.C.kvl_score_mean(q, summary, tables, lens, BLOCK, kv.C.KVL_GROUP_MEAN,
       into))
@@ -344,7 +344,7 @@ local function hamming(world, shape)
   local q = randn(world, "bf16", { 2, HEADS, DIM }, 5)
   local selection = kv.zeros(world.device, "i32", { 2, KV_HEADS, 4 })
   return summarised(world, "u64", shape, function(cache, blocks, tokens, rows, summary)
-    check(kv.C.kvl_block_hash(cache, blocks, tokens, rows, planes, summary))
+    check(kv.C.kvl_block_hash(cache, nil, blocks, tokens, rows, planes, summary))
   end, function(summary, tables, lens, into)
     local hashes = kv.tensor(world.device, "u64", { 2 * KV_HEADS, 2 })
     check(kv.C.kvl_hash_rows(randn(world, "bf16", { 2 * KV_HEADS, DIM }, 8), planes,
@@ -369,8 +369,8 @@ function ops.score_max_qk(world)
   for i, dtype in ipairs { "bf16", "f8e4m3" } do
     local cache, _, tables, lens = pages(world, dtype)
     local into = scores(world)
-    check(kv.C.kvl_score_max_qk(randn(world, "bf16", { 2, HEADS, DIM }, 5), cache, tables,
-      lens, kv.C.KVL_GROUP_MAX, into))
+    check(kv.C.kvl_score_max_qk(randn(world, "bf16", { 2, HEADS, DIM }, 5), cache, nil,
+      tables, lens, kv.C.KVL_GROUP_MAX, into))
     out[i] = text_of(into)
   end
   return table.concat(out)
@@ -434,7 +434,7 @@ ops["hot_append to a host tier, and slots"] = function(world)
   for name, tensor in pairs(t) do hot[name] = tensor end
   local k, v = new_tokens(world, 24)
   check(kv.C.kvl_hot_append(hot, k, v, kv.from(dev, "i64", token_places(rows, 24, BLOCK)),
-    cache, nil, nil, nil, nil))
+    cache, nil, nil))
   return bytes_of(cache, rows) .. text_of(t.memory)
 end
 
@@ -452,7 +452,7 @@ ops[EXPRESSIONS] = function(world)
   local e = kv.expr
   local cache, rows, tables, lens = pages(world)
   local into = scores(world)
-  local format = { scales = function() end }
+  local format = support.formats_of(cache)
   local ctx = { layer = 0, seqs = 2, kv_heads = KV_HEADS, width = #TABLES[1],
     is_prefill = false, tables = tables, lens = lens, cache = cache, format = format,
     query = randn(world, "bf16", { 2, HEADS, DIM }, 5),

@@ -63,13 +63,13 @@ local OPS = {
       return kv.full(t.device, "bf16", { BLOCKS, 2, KV_HEADS, DIM }, -3)
     end,
     run = function(t, at, out)
-      kv.check(kv.C.kvl_block_minmax(t.cache, at.list, t.tokens, nil, out))
+      kv.check(kv.C.kvl_block_minmax(t.cache, nil, at.list, t.tokens, nil, out))
     end },
   rope_append = {
     out = function(t) return t.rows:clone() end,
     run = function(t, at, out)
       kv.check(kv.C.kvl_rope_append(out, t.k, t.k, at.list, t.inv_freq, t.places, t.cache,
-        nil, nil))
+        nil))
     end },
 }
 

@@ -39,7 +39,7 @@ local function move(dev, c)
   local moved = kv.full(dev, "i64", { 1 }, 1000)
   local shape = { SEQS, c.lanes, N }
   kv.check(kv.C.kvl_move_blocks(src, kv.from(dev, "i32", shape, from), dst,
-    kv.from(dev, "i32", shape, to), not c.uncounted and moved or nil))
+    kv.from(dev, "i32", shape, to), nil, not c.uncounted and moved or nil))
   return dst, moved:item() - 1000, support.numbers(values), from, to
 end
 
@@ -96,7 +96,7 @@ describe("moving blocks", function()
       local bytes = 4 * 2 * 2 * 4 * 8 * 2
       local function crossed(src, dst)
         return { link_bytes(dev, function()
-          kv.check(kv.C.kvl_move_blocks(src, index, dst, index, nil))
+          kv.check(kv.C.kvl_move_blocks(src, index, dst, index, nil, nil))
         end) }
       end
       assert.same({ bytes, 0 }, crossed(there, here))
@@ -110,7 +110,7 @@ describe("moving blocks", function()
     it("does nothing for an empty list", function()
       local before = support.randn(dev, "f32", { 3, 2, 1, 4, 8 }, 3)
       local dst, none = before:clone(), kv.tensor(dev, "i32", { 2, 1, 0 })
-      kv.check(kv.C.kvl_move_blocks(before, none, dst, none, nil))
+      kv.check(kv.C.kvl_move_blocks(before, none, dst, none, nil, nil))
       support.equal(dst, before, "dst")
     end)
   end)

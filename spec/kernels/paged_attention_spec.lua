@@ -451,6 +451,9 @@ describe("paged attention", function()
       cache = kv.full(dev, dtype, { 3, 2, heads, 4, dim }, 0),
       tables = kv.zeros(dev, "i32", { 1, 2 }), lens = kv.full(dev, "i32", { 1 }, 5) }
     for name, value in pairs(o.call or {}) do call[name] = value end
+    if o.k_scale or o.v_scale then
+      call.format = support.format_of(call.cache, o.k_scale, o.v_scale)
+    end
     support.refuses(function() kv.ops.step.paged_attention(call) end, "paged_attention",
       ...) -- the library's own words, behind the check of options
   end
@@ -476,12 +479,12 @@ describe("paged attention", function()
   end)
 
   it("refuses scales of another cache, dtype or shape", function()
-    refused({ dtype = "bf16", call = { k_scale = scales(2) } },
+    refused({ dtype = "bf16", k_scale = scales(2) },
       "k_scale is given for a cache of bf16, expected f8e4m3")
-    refused({ dtype = "f32", q = "f32", call = { v_scale = scales(2) } },
+    refused({ dtype = "f32", q = "f32", v_scale = scales(2) },
       "v_scale is given for a cache of f32, expected f8e4m3")
-    refused({ call = { k_scale = scales(4) } }, "k_scale is f32 [4]", "kv_heads=2")
-    refused({ call = { v_scale = scales(2, "bf16") } }, "v_scale is bf16 [2]")
+    refused({ k_scale = scales(4) }, "k_scale is f32 [4]", "kv_heads=2")
+    refused({ v_scale = scales(2, "bf16") }, "v_scale is bf16 [2]")
   end)
 
   it("refuses head_dims and queries that an f8e4m3 cache does not go with", function()

@@ -35,8 +35,8 @@ end
 
 local function fused(dev, c)
   local t = prepare(dev, c)
-  kv.ops.rope_append(t.q, t.k, t.v, t.positions, t.inv_freq, t.places, t.cache, t.k_scale,
-    t.v_scale)
+  kv.ops.rope_append(t.q, t.k, t.v, t.positions, t.inv_freq, t.places, t.cache,
+    support.format_of(t.cache, t.k_scale, t.v_scale))
   return t
 end
 
@@ -44,7 +44,8 @@ local function apart(dev, c)
   local t = prepare(dev, c)
   kv.ops.rope(t.q, t.positions, t.inv_freq)
   local k = kv.ops.rope(t.k:clone(), t.positions, t.inv_freq)
-  kv.ops.append_kv(k, t.v, t.places, t.cache, t.k_scale, t.v_scale)
+  kv.ops.append_kv(k, t.v, t.places, t.cache,
+    support.format_of(t.cache, t.k_scale, t.v_scale))
   return t
 end
 
@@ -95,7 +96,7 @@ describe("rotating and appending", function()
       local t = prepare(cpu, c)
       for name, value in pairs(changes) do t[name] = value end
       support.raises(words, kv.ops.rope_append, t.q, t.k, t.v, t.positions, t.inv_freq,
-        t.places, t.cache, t.k_scale)
+        t.places, t.cache, support.format_of(t.cache, t.k_scale))
     end
     refuses("inv_freq has 9 pairs, expected at most head_dim / 2 = 8",
       { inv_freq = kv.zeros(cpu, "f32", { 9 }) })

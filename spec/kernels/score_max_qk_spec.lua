@@ -10,8 +10,8 @@ local function run(dev, c)
   local l = paged.layout
   local cache, tables, lens = paged.on(dev)
   local scores = support.poisoned(dev, "f32", { #c.lens, l.kv_heads, paged.max_blocks })
-  kv.check(kv.C.kvl_score_max_qk(q:to(dev), cache, tables, lens, cases.group_number(c),
-    scores))
+  kv.check(kv.C.kvl_score_max_qk(q:to(dev), cache, nil, tables, lens,
+    cases.group_number(c), scores))
   return scores, function()
     return reference.score_max_qk { layout = l, q = q:list(), cache = paged.cache,
       tables = paged.tables, lens = c.lens, max_blocks = paged.max_blocks, heads = heads,

@@ -35,7 +35,7 @@ describe("scoring blocks by min and max", function()
       local cache, tables, lens = paged.on(dev)
       local exact = support.poisoned(dev, "f32",
         { #c.lens, paged.layout.kv_heads, paged.max_blocks })
-      kv.check(kv.C.kvl_score_max_qk(q:to(dev), cache, tables, lens,
+      kv.check(kv.C.kvl_score_max_qk(q:to(dev), cache, nil, tables, lens,
         cases.group_number(c), exact))
       local bound, best = run(dev, c):list(), exact:list()
       for j = 1, #best do

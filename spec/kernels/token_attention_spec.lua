@@ -45,10 +45,11 @@ local function run(dev, c)
   local function scale(values)
     return values and kv.from(dev, "f32", { layout.kv_heads }, values)
   end
-  kv.ops.token_attention { q = p.q:to(dev), cache = p.cache:to(dev),
+  local cache = p.cache:to(dev)
+  kv.ops.token_attention { q = p.q:to(dev), cache = cache,
     places = kv.from(dev, "i32", list, p.places), scale = 0.1, out = out,
-    lse = not c.no_lse and lse or nil, k_scale = scale(p.k_scale),
-    v_scale = scale(p.v_scale) }
+    lse = not c.no_lse and lse or nil,
+    format = support.format_of(cache, scale(p.k_scale), scale(p.v_scale)) }
   return out, lse
 end
 
@@ -170,6 +171,7 @@ describe("attention over lists of tokens", function()
       "kv_heads")
     support.refuses(call { places = kv.zeros(dev, "i64", { 3, 5 }) }, "places", "i64")
     support.refuses(call { q = kv.zeros(dev, "bf16", { 3, 7, 64 }) }, "heads is 7")
-    support.refuses(call { k_scale = kv.ones(dev, "f32", { 2 }) }, "k_scale", "f8e4m3")
+    support.refuses(call { format = support.format_of(cache,
+      kv.ones(dev, "f32", { 2 })) }, "k_scale", "f8e4m3")
   end)
 end)

@@ -222,7 +222,7 @@ support.each_device(function(dev)
       support.fails(kv.C.kvl_score_mean(q, kv.zeros(dev, "f32", { 8, 2, 64 }), tables,
         lens, 16, 0, scores), "heads is 0")
       support.fails(kv.C.kvl_score_max_qk(q, kv.zeros(dev, "f32", { 8, 2, 2, 16, 64 }),
-        tables, lens, 0, scores), "heads is 0")
+        nil, tables, lens, 0, scores), "heads is 0")
     end)
 
     it("of select are scores and a budget", function()

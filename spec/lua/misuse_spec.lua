@@ -197,7 +197,7 @@ local NEAR = {
     return { src = m.blocks(m.size()), from = m.i32(seqs, lanes, n),
              dst = m.blocks(m.size()), to = m.i32(seqs, lanes, n),
              moved = m.maybe(m.rows("i64", 1)) },
-      function(t) return C.kvl_move_blocks(t.src, t.from, t.dst, t.to, t.moved) end
+      function(t) return C.kvl_move_blocks(t.src, t.from, t.dst, t.to, nil, t.moved) end
   end,
 
   cut_selection = function(m)
@@ -246,7 +246,7 @@ local NEAR = {
     end
     return t, function(u)
       return C.kvl_hot_append(hot_of(u), u.k, u.v, u.places, u.cache, u.buffer_places,
-        u.buffer, nil, nil)
+        u.buffer)
     end
   end,
 
@@ -259,7 +259,7 @@ local NEAR = {
              places = m.ints(-3, "i64", tokens), cache = m.blocks(m.size()) },
       function(t)
         return C.kvl_rope_append(t.q, t.k, t.v, t.positions, t.inv_freq, t.places,
-          t.cache, nil, nil)
+          t.cache, nil)
       end
   end,
 

@@ -50,6 +50,13 @@ M["kv.ops.token_attention"] = {
   end,
   call = function(a) kv.ops.token_attention(a) end,
 }
+M["kv.format"] = {
+  good = function()
+    return { dtype = "f8e4m3", kv_heads = 2, block_size = 4, head_dim = 16,
+             k_scale = kv.ones("cpu", "f32", { 2 }) }
+  end,
+  call = function(o) kv.format(o) end,
+}
 M["kv.ops.topk_transform"] = {
   good = function() return { logits = zeros(2, 5), lens = ints(2) + 4, k = 16 } end,
   call = function(a) kv.ops.topk_transform(a) end,

@@ -126,7 +126,7 @@ describe("a failed allocation", function()
   it_leaves_nothing("of a ring closes what there was of it", function()
     local memory = kv.zeros(dev, "f32", { 32, 1, 2, 1, 4, 8 })
     local raised = fail_each(nothing, function()
-      check(C.kvl_ring_open(memory, 3, out_ring))
+      check(C.kvl_ring_open(memory, nil, 3, out_ring))
       return out_ring[0]
     end, function(ok, _, ring)
       if ok then C.kvl_ring_close(ring) end

@@ -39,9 +39,9 @@ __attribute__((visibility("default"))) int kvl_code(const void *a, void *queue) 
 local function handles(dev)
   local function out(open, kind, ...)
     local pointer = ffi.new(kind .. " *[1]")
-    local arguments = { ... }
-    arguments[#arguments + 1] = pointer
-    kv.check(open(unpack(arguments)))
+    local arguments, n = { ... }, select("#", ...) -- some are nil
+    arguments[n + 1] = pointer
+    kv.check(open(unpack(arguments, 1, n + 1)))
     return pointer[0]
   end
   local pool = out(C.kvl_pool_open, "kvl_pool", 8, 4, 0)
@@ -57,7 +57,7 @@ local function handles(dev)
     kvl_event = out(C.kvl_event_open, "kvl_event", dev),
     kvl_sequence = out(C.kvl_sequence_open, "kvl_sequence", pool),
     kvl_ring = out(C.kvl_ring_open, "kvl_ring",
-      kv.zeros(dev, "f32", { 2, 2, 2, 1, 4, 8 }), 1),
+      kv.zeros(dev, "f32", { 2, 2, 2, 1, 4, 8 }), nil, 1),
     kvl_prefetch = out(C.kvl_prefetch_open, "kvl_prefetch", dev, store,
       ffi.new("kvl_prefetch_options", { bytes_staging = 65536, workers = 1,
         max_pending = 4 })),

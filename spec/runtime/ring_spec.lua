@@ -128,7 +128,7 @@ local function check(dev)
       raises("expected 0 ... 1", engine.kv_for_slot, engine, 2)
       local out = ffi.new "kvl_ring *[1]"
       local memory = kv.zeros(dev, "f32", { 33, 1, 2, 1, 4, 8 })
-      raises("33 slots", function() kv.check(kv.C.kvl_ring_open(memory, 1, out)) end)
+      raises("33 slots", function() kv.check(kv.C.kvl_ring_open(memory, nil, 1, out)) end)
       raises("seqs = 1", cache.batch, cache, { max_seqs = 2 })
       cache:close()
     end)

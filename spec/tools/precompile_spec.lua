@@ -30,7 +30,7 @@ local function names_of(name)
   end
   local ok, why = pcall(policy.attach, p, { device = cpu, layers = 2, blocks = 8,
     kv_heads = 2, heads = 8, head_dim = 64, block_size = 16, dtype = "f32",
-    max_blocks = 8, scale = 1, format = { scales = function() end } })
+    max_blocks = 8, scale = 1 })
   kernel.open = open
   if not ok then error(why, 0) end
   return names

@@ -39,17 +39,24 @@ function M.compressed(shape, weights)
   return self
 end
 
+--- The weighted sums of blocks x, [n, kv_heads, block_size, head_dim].
+local function sums(self, x, n)
+  local s = self.shape
+  return (x:reshape { n * s.kv_heads, s.block_size, s.head_dim } * self.weights):sum(1)
+    :reshape { n, 1, s.kv_heads, 1, s.head_dim }
+end
+
 local function update(self, ev)
   local s, n = self.shape, ev.blocks:size(0)
-  local parts = 2 * s.kv_heads
   -- a block that is not complete is not a compressed token yet, and may hold anything
   local full = ev.num_tokens:ge(s.block_size)
   local none = tensor.full(s.device, "i32", { n }, -1)
   local from, to = full:where(ev.k_blocks, none), full:where(ev.blocks, none)
-  local rows = ev.k:reshape { ev.k:size(0), parts * s.block_size * s.head_dim }
-    :gather_rows(from):cast "f32":reshape { n * parts, s.block_size, s.head_dim }
+  local k = tensor.tensor(s.device, "f32", { n, s.kv_heads, s.block_size, s.head_dim })
+  local v = tensor.open_like(k)
+  ops.read_blocks(ev.k, from, k, v, s.format and s.format:of(ev.layer))
   options.entry("update", "ev.layer", self.layers, ev.layer):scatter_rows_(to,
-    (rows * self.weights):sum(1):reshape { n, 2, s.kv_heads, 1, s.head_dim })
+    tensor.cat({ sums(self, k, n), sums(self, v, n) }, 1))
 end
 
 --- Compresses those blocks of an offload event that are complete.
@@ -94,7 +101,7 @@ local function score(self, ctx)
   for i = 0, each - 1 do -- one query head of every group
     local heads = q:gather_rows(first + i):reshape { ctx.seqs, s.kv_heads, s.head_dim }
     count_read(self, ctx, 0.5)
-    check(C.kvl_score_max_qk(heads, keys, ctx.tables, lens, C.KVL_GROUP_MAX, part))
+    check(C.kvl_score_max_qk(heads, keys, nil, ctx.tables, lens, C.KVL_GROUP_MAX, part))
     sum:add(part:softmax(ctx.scale), sum)
   end
   return sum

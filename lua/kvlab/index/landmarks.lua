@@ -17,6 +17,7 @@ local index_cache = require "kvlab.index.index_cache"
 local indexer = require "kvlab.index.indexer"
 local is_a = require "kvlab.tensor.kinds"
 local objects = require "kvlab.memory.objects"
+local ops = require "kvlab.tensor.ops"
 local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.arithmetic"
 
@@ -168,12 +169,9 @@ local function update(self, ev)
   local s, dev, n = self.shape, self.shape.device, ev.blocks:size(0)
   local size, heads = s.block_size, s.kv_heads
   local token = tensor.arange(dev, "i32", size)
-  local rows = (ev.k_blocks * (2 * heads)):reshape { n, 1, 1 }
-    + tensor.arange(dev, "i32", heads):reshape { 1, 1, heads }
-  rows = rows * size + token:reshape { 1, size, 1 }
-  local k = ev.k:reshape { -1, s.head_dim }
-    :gather_rows(rows:reshape { n * size * heads }):cast "f32"
-    :reshape { n * size, heads, s.head_dim }
+  local k = tensor.tensor(dev, "f32", { n, heads, size, s.head_dim })
+  ops.read_blocks(ev.k, ev.k_blocks, k, nil, s.format and s.format:of(ev.layer))
+  k = k:transpose(1, 2):reshape { n * size, heads, s.head_dim }
   local places = (ev.blocks * size):reshape { n, 1 } + token
   local is = token:lt(ev.num_tokens:reshape { n, 1 })
   places = is:where(places, tensor.full(dev, "i32", { n, size }, -1))

@@ -96,16 +96,16 @@ function M.prefix_chunks(o)
   return self
 end
 
-local needed, a_tensor = options.required(kinds.tensor), kinds.tensor
-local ATTEND = { q = needed, cache = needed, starts = a_tensor, scale = options.number,
-                 soft_cap = options.not_negative, k_scale = a_tensor,
-                 v_scale = a_tensor }
+local needed = options.required(kinds.tensor)
+local ATTEND = { q = needed, cache = needed, starts = kinds.tensor,
+                 scale = options.number, soft_cap = options.not_negative,
+                 format = kinds.format }
 
 --- Attention of every query over the whole prefix of its sequence, chunk by chunk.
 -- Returns out f32 [tokens, heads, head_dim] and lse f32 [tokens, heads], which can be
 -- merged with attention over what follows the prefix (as prev_out, prev_lse).
 ---@param a table  q [tokens, heads, head_dim], starts i32 [sequences + 1] (nil: one query
---                 for each sequence), cache; optional: scale, soft_cap, k_scale, v_scale
+--                 for each sequence), cache; optional: scale, soft_cap, format (of cache)
 ---@return kvlab.Tensor out
 ---@return kvlab.Tensor lse
 function PrefixChunks:attend(a)
@@ -118,7 +118,7 @@ function PrefixChunks:attend(a)
   for i = 1, #self do
     lse, before = before, lse
     ops.step.paged_attention { q = q, starts = a.starts, cache = a.cache, scale = a.scale,
-      soft_cap = a.soft_cap, k_scale = a.k_scale, v_scale = a.v_scale, causal = false,
+      soft_cap = a.soft_cap, format = a.format, causal = false,
       tables = self[i].tables, lens = self[i].lens, prev_out = out, prev_lse = before,
       out = out, lse = lse }
   end

@@ -368,7 +368,7 @@ local function fixed_lines(plan)
   end
   if plan.scaled then
     for _, name in ipairs { "k", "v" } do
-      line("const float *%s_scales = a->%s_scale;", name, name)
+      line("const float *%s_scales = a->cache.%s_scale;", name, name)
       line("const float %s_unit = %s_scales ? %s_scales[kv_head] : 1;", name, name, name)
     end
   end

@@ -41,7 +41,7 @@ static int take_blocks(const struct arguments *a, const struct emission *e, int6
     if (physical < 0 || physical >= a->rows) continue;
     of[b] = block;
     if (lowest < 0 || block < lowest) lowest = block;
-    emission_keys(e, a->cache, (physical * 2 * a->kv_heads + kv_head) * TOKENS * DIM,
+    emission_keys(e, kvl__keys_of(&a->cache, physical, kv_head),
                   min_i32(TOKENS, length - block * TOKENS), b * TOKENS, %s);
   }
   return lowest;
@@ -51,7 +51,7 @@ static int take_blocks(const struct arguments *a, const struct emission *e, int6
 static void take_queries(const struct arguments *a, const struct emission *e,
                          int64_t first, int position0, int64_t kv_head, const int *of,
                          const int *at, int n) {
-  const float *unit = a->k_scale, *alibi = a->alibi, cap = (float)a->soft_cap;
+  const float *unit = a->cache.k_scale, *alibi = a->alibi, cap = (float)a->soft_cap;
   float factor = (float)a->scale * (unit ? unit[kv_head] : 1);
   if (cap > 0) factor /= cap;
   for (int i = 0; i < n * GROUP; i++)

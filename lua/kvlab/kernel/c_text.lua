@@ -158,14 +158,14 @@ local START = { sum = { f32 = "0", i32 = "0", u32 = "0", u64 = "0" },
 --- What the names of a block's variables end with where several are scored at once.
 local function item_of(bind) return bind.item and "_" .. bind.item.text or "" end
 
+local KINDS = { pages = "struct kvl_pages ", pointer = "const void *", out = "void *",
+                int = "int64_t ", float = "double " }
+
 --- The struct of a kernel's arguments.
 local function struct(plan)
   local lines = { "struct arguments {" }
   for _, one in ipairs(place.arguments(plan)) do
-    local kind = one.kind == "pointer" and "const void *" or one.kind == "out"
-      and "void *"
-      or one.kind == "int" and "int64_t " or "double "
-    lines[#lines + 1] = ("  %s%s;"):format(kind, one.name)
+    lines[#lines + 1] = ("  %s%s;"):format(KINDS[one.kind], one.name)
   end
   lines[#lines + 1] = "};"
   return table.concat(lines, "\n")

@@ -330,7 +330,7 @@ local function fixed_lines(plan)
   lines[#lines + 1] = "const int layer = (int)a->layer;"
   if plan.scaled then
     for _, name in ipairs { "k", "v" } do
-      lines[#lines + 1] = ("const float *%s_scales = (const float *)a->%s_scale;"):format(
+      lines[#lines + 1] = ("const float *%s_scales = a->cache.%s_scale;"):format(
         name, name)
       lines[#lines + 1] = ("const float %s_unit = %s_scales ? %s_scales[kv_head] : 1;")
         :format(name, name, name)
@@ -340,13 +340,12 @@ local function fixed_lines(plan)
 end
 
 --- Lines for where the rows of a block are.
-local function row_lines(plan, lines, block, memory, item)
-  local page = plan.sizes.token * plan.sizes.dim * bytes_of(plan.dtype)
-  for i, name in ipairs { "k", "v" } do
+local function row_lines(plan, lines, block, item)
+  for _, one in ipairs { { "k", "kvl__keys_of" }, { "v", "kvl__values_of" } } do
+    local name, strip = one[1], one[2]
     if plan.uses[name] then
-      lines[#lines + 1] = ("const char *%s_row%s = (const char *)a->%s + "
-        .. "((%s * 2 + %d) * kv_heads + kv_head) * %d;"):format(name, item, memory, block,
-        i - 1, page)
+      lines[#lines + 1] = ("const char *%s_row%s = %s(&a->cache, %s, kv_head);"):format(
+        name, item, strip, block)
     end
   end
   for _, field in ipairs(plan.fields) do

@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ring::BLOCKS)
   uint32_t *known = (uint32_t *)(memory + ring::RING_BYTES);
   turns_type turns = {
       {%s},
-      (uint32_t)kv_heads * %d, table, first, end, length, (int)a->rows,
+      (uint32_t)(%s), table, first, end, length, (int)a->rows,
       memory + warp * ring::STAGES * ring::TILE_BYTES,
       known + warp * ring::STAGES, warp, 0, 0};
   turns.begin();
@@ -258,13 +258,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, ring::BLOCKS)
 
 --- Where the first item of each row starts.
 local function row_places(self)
-  local places, plan = {}, self.plan
+  local places = {}
   for i, leaf in ipairs(self.found.rows) do
     if leaf.op == "field" then
       places[i] = ("(const T *)a->field_%s + kv_head * DIM"):format(leaf.name)
     else
-      places[i] = ("(const T *)a->cache + (%skv_head) * %d"):format(
-        leaf.name == "v" and "kv_heads + " or "", plan.sizes.token * plan.sizes.dim)
+      places[i] = ("(const T *)kvl__%s_of(&a->cache, 0, kv_head)"):format(
+        leaf.name == "v" and "values" or "keys")
     end
   end
   return table.concat(places, ",\n       ")
@@ -339,7 +339,7 @@ local function rest_lines(self)
   local before = {}
   if #self.plan.fields > 0 then
     before[1] = "const int64_t physical = known ? table[block] : 0;"
-    printer.row_lines(self.plan, before, "physical", "cache", "")
+    printer.row_lines(self.plan, before, "physical", "")
   end
   self.plan = whole
   return fixed, indented(before, "    ") .. indented(lines, "    ")
@@ -366,7 +366,7 @@ function M.print(self)
       printer.CPP[found.dtype], found.of_tokens and "TOKENS" or "1", ring.bytes)
     .. printer.Q_AT .. table.concat(exact)
     .. SCORE:format("]", group * dim, row_places(self),
-      found.of_tokens and 2 * plan.sizes.token * dim or dim,
+      found.of_tokens and "a->cache.bytes_page / sizeof(T)" or "kv_heads * DIM",
       self.products_bytes / 4,
       indented(starts, "  ") .. indented(query_lines(self), "  "), table.concat(factors),
       indented(fixed, "  "), indented(sum_lines(self), "      "),

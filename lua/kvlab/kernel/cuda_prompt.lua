@@ -156,7 +156,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (physical < 0 || physical >= a->rows) found = -1;
     of[b] = found;
     counts[b] = found >= 0 ? min_i32(TOKENS, length - found * TOKENS) : 0;
-    start[b] = found >= 0 ? (physical * 2 * kv_heads + kv_head) * TOKENS * DIM : 0;
+    start[b] = found >= 0
+                   ? kvl__strip_at(&a->cache, &a->cache.key, physical, kv_head) : 0;
   }
   __syncthreads();
   int lowest = 0x7FFFFFFF;
@@ -170,9 +171,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   float *unscale = (float *)(memory + %d);
   uint4 *q = (uint4 *)(memory + %d);
   if (KEYS == SLICE)
-    emission_keys<T, D, DIM, TOKENS, BLOCKS, SLICE, THREADS>(tiles, (const T *)a->cache,
-                                                             start, counts, 0);
-  const float *alibi = (const float *)a->alibi, *unit = (const float *)a->k_scale;
+    emission_keys<T, D, DIM, TOKENS, BLOCKS, SLICE, THREADS>(tiles, &a->cache, start,
+                                                             counts, 0);
+  const float *alibi = (const float *)a->alibi, *unit = a->cache.k_scale;
   const float soft_cap = (float)a->soft_cap;
   const float factor = (float)a->scale * (unit ? unit[kv_head] : 1.0f);
 %s
@@ -201,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       if (KEYS > SLICE) {
         __syncthreads();
         emission_keys<T, D, DIM, TOKENS, BLOCKS, SLICE, THREADS>(
-            tiles, (const T *)a->cache, start, counts, from);
+            tiles, &a->cache, start, counts, from);
       }
       __syncthreads(); /* queries and keys are there, and the scores before were read */
       const int tile = threadIdx.x / 32 * 16;

@@ -41,7 +41,7 @@ local function item_lines(self, u)
   line "const bool known@ = found@ >= 0 && found@ < a->rows;"
   line "const int64_t physical@ = known@ ? found@ : 0;"
   line "const int block@ = (int)at@, tokens@ = min_i32(TOKENS, length - block@ * TOKENS);"
-  row_lines(self.plan, lines, "physical" .. item, "cache", item)
+  row_lines(self.plan, lines, "physical" .. item, item)
   return lines
 end
 

@@ -222,7 +222,7 @@ function Hook:add_part(attention, ctx, memory, selection, slots)
   one.count = 0
   give_inputs(one, self.prompt_owner, ctx)
   one:give("q", ctx.query)
-  one:give("cache", memory)
+  one:give_pages("cache", memory, ctx.format:of(ctx.layer))
   one:give("tables", ctx.tables)
   one:give("lens", ctx.lens)
   one:give("starts", ctx.starts)
@@ -230,7 +230,6 @@ function Hook:add_part(attention, ctx, memory, selection, slots)
   one:give("slots", slots)
   one:give("lse", self.prompt_of)
   one:give("alibi", call.alibi)
-  one:give("k_scale", (ctx.format:scales(ctx.layer)))
   for name, out in pairs(self.sums) do one:give(self.emit_names[name], out) end
   local entries = selection and selection:size(2) or ctx.width
   one:set("rows", memory:size(0))

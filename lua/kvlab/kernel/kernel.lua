@@ -6,6 +6,7 @@ local compiler = require "kvlab.kernel.compiler"
 local expression = require "kvlab.kernel.expression"
 local library = require "kvlab.library"
 local lua_kernel = require "kvlab.kernel.lua_kernel"
+local pages = require "kvlab.tensor.pages"
 local place = require "kvlab.kernel.place"
 local print_c = require "kvlab.kernel.print_c"
 local print_lua = require "kvlab.kernel.print_lua"
@@ -17,6 +18,8 @@ local C, check = library.C, library.check
 local M = {}
 
 local pointer_array, integer_array = ffi.typeof "const void **", ffi.typeof "int64_t *"
+local pages_pointer = ffi.typeof "struct kvl_pages *"
+local tensor_pointer = ffi.typeof "kvl_tensor *"
 
 ---@class kvlab.Kernel
 ---@field plan kvlab.Plan
@@ -141,20 +144,20 @@ end
 function M.open(plan, dev, target)
   target = target or M.chosen or usual_target(plan, dev)
   local source, launch = M.print(plan, target)
-  local list, at = place.arguments(plan), {}
-  for i, one in ipairs(list) do at[one.name] = i - 1 end
-  local memory = ffi.new("int64_t[?]", #list)
+  local list, count = place.arguments(plan)
+  local memory, at = ffi.new("int64_t[?]", count), {}
+  for _, one in ipairs(list) do at[one.name] = one.at end
   local is_lua = target == "lua"
   return setmetatable({ plan = plan, device = dev, source = source, target = target,
     code = not is_lua and load_or_fail(dev, plan.what, source, target),
     run = is_lua and lua_kernel.load(plan, source), given = is_lua and {},
-    at = at, bytes = 8 * #list, words = memory,
+    at = at, bytes = 8 * count, words = memory,
     param_names = names_of("param_", plan.params),
     const_names = names_of("const_", plan.consts),
     field_names = names_of("field_", plan.fields),
     pointers = ffi.cast(pointer_array, memory),
     integers = ffi.cast(integer_array, memory), floats = ffi.cast("double *", memory),
-    tensors = ffi.new("kvl_tensor *[?]", #list), count = 0,
+    tensors = ffi.new("kvl_tensor *[?]", #list + 2), count = 0,
     grid = ffi.new("kvl_grid", 1, 1, 1, launch and launch.threads or 1, 0, 1),
     teams = launch and launch.teams or 1, items = launch and launch.items or 1,
     products = launch and launch.bytes_shared and launch or nil }, Kernel)
@@ -171,6 +174,21 @@ function Kernel:give(name, t)
   self.pointers[at] = t.ptr
   self.tensors[self.count] = t
   self.count = self.count + 1
+end
+
+function Kernel:give_pages(name, memory, format)
+  -- Gives argument `name` one layer's memory of a format.
+  if self.given then self.given[name] = { memory = memory, format = format } end
+  pages.fill(ffi.cast(pages_pointer, self.words + self.at[name]), memory, format)
+  self.tensors[self.count] = memory
+  self.count = self.count + 1
+  for i = 1, format and 2 or 0 do
+    local scale = i == 1 and format.k_scale or i == 2 and format.v_scale or nil
+    if scale ~= nil then
+      self.tensors[self.count] = ffi.cast(tensor_pointer, scale)
+      self.count = self.count + 1
+    end
+  end
 end
 
 function Kernel:set(name, value) self.integers[self.at[name]] = value end
@@ -277,13 +295,10 @@ function Fields:update(ev)
   local kernel, shape, names = state.kernel, state.shape, state.names
   local n = ev.blocks:size(0)
   kernel.count = 0
-  kernel:give("k", ev.k)
+  kernel:give_pages("cache", ev.k, shape.format:of(ev.layer))
   kernel:give("k_blocks", ev.k_blocks)
   kernel:give("blocks", ev.blocks)
   kernel:give("counts", ev.num_tokens)
-  local k_scale, v_scale = shape.format:scales(ev.layer)
-  kernel:give("k_scale", k_scale)
-  kernel:give("v_scale", v_scale)
   for i = 1, #names do
     kernel:give("field_" .. names[i], self[names[i]].layers[ev.layer])
   end
@@ -291,7 +306,6 @@ function Fields:update(ev)
   kernel:set_params(state.owner)
   kernel:set("n", n)
   kernel:set("kv_heads", shape.kv_heads)
-  kernel:set("memory_rows", ev.k:size(0))
   kernel:set("rows", shape.blocks)
   kernel:set("layer", ev.layer)
   kernel.grid.x = math.ceil(n * shape.kv_heads / kernel.teams)
@@ -372,13 +386,10 @@ local function compute_score(kernel, owner, ctx)
   local scores = ctx:new_scores()
   kernel.count = 0
   kernel:give("q", ctx.query)
-  kernel:give("cache", ctx.cache)
+  kernel:give_pages("cache", ctx.cache, ctx.format:of(ctx.layer))
   kernel:give("tables", ctx.tables)
   kernel:give("lens", ctx.lens)
   kernel:give("last", ctx.is_prefill and ctx.batch.last or nil)
-  local k_scale, v_scale = ctx.format:scales(ctx.layer)
-  kernel:give("k_scale", k_scale)
-  kernel:give("v_scale", v_scale)
   kernel:give("scores", scores)
   if ctx.reads then count_score(kernel.plan, owner.shape, ctx) end
   local fields = owner.summary

@@ -4,6 +4,7 @@
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local lua_kernel = require "kvlab.kernel.lua_kernel"
+local pages = require "kvlab.tensor.pages"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
@@ -13,10 +14,15 @@ local M = {}
 local function host_of(call, dev)
   local a = {}
   for _, name in ipairs { "q", "cache", "tables", "lens", "starts", "selection", "slots",
-                          "alibi", "prev_out", "prev_lse", "k_scale", "v_scale",
-                          "tree" } do
+                          "alibi", "prev_out", "prev_lse", "tree" } do
     if call[name] then
       a[name], a["keep_" .. name] = lua_kernel.pointer_of(call[name], dev)
+    end
+  end
+  for _, name in ipairs { "k_scale", "v_scale" } do
+    local scale = call.format and call.format[name]
+    if scale ~= nil then
+      a[name], a["keep_" .. name] = lua_kernel.pointer_of(scale[0], dev)
     end
   end
   a.read_q = lua_kernel.reader(a.q, call.q:type())
@@ -57,31 +63,32 @@ local function tree_hides(a, d, row, back)
 end
 
 --- The keys of these blocks that row `query` of q sees, which is at `position`: their
--- positions and the places of their K in the cache.
+-- positions, and where K and V of each begin in the cache.
 local function keys_of(call, a, d, blocks, kv_head, query, position, length)
-  local positions, places, n = {}, {}, 0
+  local positions, keys, values, n = {}, {}, {}, 0
   local first = (call.window or 0) > 0 and position + 1 - call.window or 0
   local last = call.causal == false and length - 1 or math.min(position, length - 1)
   for _, block in ipairs(blocks) do
-    local row = (block.physical * 2 * d.kv_heads + kv_head) * d.block_size
     for token = 0, d.block_size - 1 do
       local at = block.logical * d.block_size + token
       if at >= first and at <= last and not tree_hides(a, d, query, length - 1 - at) then
-        positions[n], places[n] = at, (row + token) * d.dim
+        positions[n] = at
+        keys[n] = d.key_row(block.physical, kv_head, token)
+        values[n] = d.value_row(block.physical, kv_head, token)
         n = n + 1
       end
     end
   end
-  return positions, places, n
+  return positions, keys, values, n
 end
 
-local function scores_of(call, a, d, q_row, kv_head, places, n)
+local function scores_of(call, a, d, q_row, kv_head, keys, n)
   local scores, cap = {}, call.soft_cap or 0
   local scale = call.scale * (a.k_scale and a.k_scale[kv_head] or 1)
   for i = 0, n - 1 do
     local dot = 0
     for x = 0, d.dim - 1 do
-      dot = dot + a.read_q(q_row + x) * a.read_cache(places[i] + x)
+      dot = dot + a.read_q(q_row + x) * a.read_cache(keys[i] + x)
     end
     dot = dot * scale
     scores[i] = cap > 0 and cap * math.tanh(dot / cap) or dot
@@ -90,17 +97,16 @@ local function scores_of(call, a, d, q_row, kv_head, places, n)
 end
 
 --- One query row: its values, to be divided by the sum, the largest score and the sum.
-local function softmax(a, d, scores, places, n)
+local function softmax(a, d, scores, rows, n)
   local top, sum, values = -math.huge, 0, {}
   for i = 0, n - 1 do top = math.max(top, scores[i]) end
   for x = 0, d.dim - 1 do values[x] = 0 end
-  local to_v = d.kv_heads * d.block_size * d.dim
   for i = 0, n - 1 do
     local weight = top > -math.huge and math.exp(scores[i] - top) or 0
     sum = sum + weight
     if weight > 0 then
       for x = 0, d.dim - 1 do
-        values[x] = values[x] + weight * a.read_cache(places[i] + to_v + x)
+        values[x] = values[x] + weight * a.read_cache(rows[i] + x)
       end
     end
   end
@@ -121,16 +127,16 @@ local function join(a, d, row, values, top, sum)
 end
 
 local function sizes_of(call)
-  local _, kv_heads, block_size, dim = 0, call.cache:size(2), call.cache:size(3),
-    call.cache:size(4)
+  local p = pages.of(call.cache, call.format)
   local selection, slots = call.selection, call.slots
-  return { kv_heads = kv_heads, block_size = block_size, dim = dim,
+  return { kv_heads = p.kv_heads, block_size = p.block_size, dim = p.key.dim,
+    key_row = pages.rows(p, p.key), value_row = pages.rows(p, p.value),
     blocks = call.cache:size(0), heads = call.q:size(1), tokens = call.q:size(0),
     seqs = call.lens:size(0), width = call.tables:size(1),
     entries = selection and selection:size(2),
     selection_heads = selection and selection:size(1),
     slot_heads = slots and slots:size(1),
-    room = call.tables:size(1) * block_size,
+    room = call.tables:size(1) * p.block_size,
     tree_words = call.tree and call.tree:size(1) }
 end
 
@@ -144,15 +150,15 @@ local function attend_sequence(call, a, d, hook, seq, write)
     local blocks = blocks_of(a, d, seq, kv_head)
     for i = 0, rows - 1 do
       local position = length - rows + i
-      local positions, places, n = keys_of(call, a, d, blocks, kv_head, first + i,
+      local positions, keys, values, n = keys_of(call, a, d, blocks, kv_head, first + i,
         position, length)
       for head = 0, group - 1 do
         local row = (first + i) * d.heads + kv_head * group + head
-        local scores = scores_of(call, a, d, row * d.dim, kv_head, places, n)
+        local scores = scores_of(call, a, d, row * d.dim, kv_head, keys, n)
         local slope = a.alibi and a.alibi[kv_head * group + head] or 0
         for k = 0, n - 1 do scores[k] = scores[k] + slope * (positions[k] - position) end
         hook(seq, d.kv_heads, kv_head, head, length, position, positions, n, scores)
-        write(row, kv_head, positions, scores, n, softmax(a, d, scores, places, n))
+        write(row, kv_head, positions, scores, n, softmax(a, d, scores, values, n))
       end
     end
   end

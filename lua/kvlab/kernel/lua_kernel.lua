@@ -3,6 +3,7 @@
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local numbers = require "kvlab.kernel.numbers"
+local pages = require "kvlab.tensor.pages"
 local place = require "kvlab.kernel.place"
 
 local C, check = library.C, library.check
@@ -36,13 +37,28 @@ function M.pointer_of(t, dev)
   return ffi.cast(types[library.dtype_names[t.dtype]], memory), memory
 end
 
+--- Pages as Lua kernels take them: numbers by index, and functions that find rows.
+local function take_pages(a, t, dev)
+  local p = pages.of(t.memory, t.format)
+  a.cache, a.keep_cache = M.pointer_of(t.memory, dev)
+  a.cache_blocks = tonumber(p.blocks)
+  a.key_row, a.value_row = pages.rows(p, p.key), pages.rows(p, p.value)
+  for _, name in ipairs { "k_scale", "v_scale" } do
+    local scale = t.format and t.format[name]
+    if scale ~= nil then a[name], a["keep_" .. name] = M.pointer_of(scale[0], dev) end
+  end
+end
+M.take_pages = take_pages
+
 --- The arguments as Lua kernels take them: pointers by name, and whole numbers.
 local function arguments_of(kernel, list, given)
   local a, back = {}, {}
   local on_host = kernel.device:is_cpu()
   for i, one in ipairs(list) do
     local t = given[one.name]
-    if t then
+    if one.kind == "pages" then
+      take_pages(a, t, kernel.device)
+    elseif t then
       local dtype = library.dtype_names[t.dtype]
       local memory = t.ptr
       if not on_host then
@@ -53,9 +69,9 @@ local function arguments_of(kernel, list, given)
       a["keep_" .. i] = memory
       if one.name == "q" then a.read_q = M.reader(a.q, dtype) end
     elseif one.kind == "int" then
-      a[one.name] = tonumber(kernel.integers[i - 1])
+      a[one.name] = tonumber(kernel.integers[one.at])
     elseif one.kind == "float" then
-      a[one.name] = kernel.floats[i - 1]
+      a[one.name] = kernel.floats[one.at]
     end
   end
   return a, back

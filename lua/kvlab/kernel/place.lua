@@ -11,6 +11,7 @@
 --   prompt    the same in a prefill: the sum over the queries of the chunk, from scores
 --             that are computed again
 local expression = require "kvlab.kernel.expression"
+local ffi = require "ffi"
 local of_query = require "kvlab.kernel.of_query"
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
@@ -537,35 +538,40 @@ end
 
 -- ---- arguments ------------------------------------------------------------------------
 
+local PAGES_WORDS = ffi.sizeof "struct kvl_pages" / 8
+
 local FRAMES = {
-  score = { "pointer q", "pointer cache", "pointer tables", "pointer lens",
-            "pointer last", "pointer k_scale", "pointer v_scale", "out scores",
-            "int q_dtype", "int seqs", "int kv_heads", "int width", "int rows",
+  score = { "pointer q", "pages cache", "pointer tables", "pointer lens",
+            "pointer last", "out scores", "int q_dtype", "int seqs", "int kv_heads",
+            "int width", "int rows",
             "int layer", "int each" },
-  summary = { "pointer k", "pointer k_blocks", "pointer blocks", "pointer counts",
-              "pointer k_scale", "pointer v_scale", "int n", "int kv_heads",
-              "int memory_rows", "int rows", "int layer" },
+  summary = { "pages cache", "pointer k_blocks", "pointer blocks", "pointer counts",
+              "int n", "int kv_heads", "int rows", "int layer" },
   map = { "pointer lens", "out out", "int seqs", "int heads", "int width",
           "int block_size", "int layer" },
   hook = { "int width", "int layer" },
   emit = { "pointer selection", "pointer lens", "pointer scores", "pointer lse",
            "out out", "int seqs", "int kv_heads", "int width", "int entries",
            "int selection_heads", "int window", "int layer" },
-  prompt = { "pointer q", "pointer cache", "pointer tables", "pointer lens",
+  prompt = { "pointer q", "pages cache", "pointer tables", "pointer lens",
              "pointer starts", "pointer selection", "pointer slots", "pointer lse",
-             "pointer alibi", "pointer k_scale", "int q_dtype", "int seqs",
+             "pointer alibi", "int q_dtype", "int seqs",
              "int kv_heads", "int width", "int rows", "int entries",
              "int selection_heads", "int slot_heads", "int window", "int layer",
              "float scale", "float soft_cap" },
 }
 
---- The arguments of a kernel, in order: name and kind (pointer, out, int, float). Every
--- one takes 8 bytes.
+--- The arguments of a kernel, in order: name, kind (pages, pointer, out, int, float) and
+-- where it begins, in words of 8 bytes. Pages are a struct kvl_pages, others one word.
 ---@param plan kvlab.Plan
----@return table[]
+---@return table[] list
+---@return integer words  of all
 function M.arguments(plan)
-  local list = {}
-  local function add(kind, name) list[#list + 1] = { kind = kind, name = name } end
+  local list, words = {}, 0
+  local function add(kind, name)
+    list[#list + 1] = { kind = kind, name = name, at = words }
+    words = words + (kind == "pages" and PAGES_WORDS or 1)
+  end
   for _, text in ipairs(FRAMES[plan.place]) do add(text:match "(%S+) (%S+)") end
   if plan.place == "summary" then
     for _, root in ipairs(plan.roots) do add("out", "field_" .. root.name) end
@@ -580,7 +586,7 @@ function M.arguments(plan)
     add("int", "heads_" .. name)
   end
   for _, x in ipairs(plan.params) do add("float", "param_" .. x.name) end
-  return list
+  return list, words
 end
 
 return M

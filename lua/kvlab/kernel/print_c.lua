@@ -84,15 +84,21 @@ static inline KVL_HOT vf q_load(const struct arguments *a, int64_t i) {
 }
 ]]
 
+--- What finds the strip of a leaf in a page (kernels/page.h).
+local STRIPS = { { "k", "kvl__keys_of" }, { "v", "kvl__values_of" } }
+
+local function strip_bytes(plan)
+  return plan.sizes.token * plan.sizes.dim * bytes_of(plan.dtype)
+end
+
 --- Lines at the start of a block whose physical number is `block`.
-local function row_lines(plan, block, rows, item)
-  local uses, lines, sizes = plan.uses, {}, plan.sizes
-  local page = sizes.token * sizes.dim
-  for i, name in ipairs { "k", "v" } do
+local function row_lines(plan, block, item)
+  local uses, lines = plan.uses, {}
+  for _, one in ipairs(STRIPS) do
+    local name, strip = one[1], one[2]
     if uses[name] then
-      lines[#lines + 1] = ("const void *%s_row%s = (const char *)a->%s + "
-        .. "((%s * 2 + %d) * a->kv_heads + kv_head) * %d;"):format(name, item, rows,
-        block, i - 1, page * bytes_of(plan.dtype))
+      lines[#lines + 1] = ("const void *%s_row%s = %s(&a->cache, %s, kv_head);"):format(
+        name, item, strip, block)
     end
   end
   for _, field in ipairs(plan.fields) do
@@ -105,14 +111,12 @@ end
 
 --- Asks for the rows of block `next`; is_walked: K is asked for in a loop over tokens.
 local function prefetch_lines(plan, is_walked)
-  local lines, sizes = {}, plan.sizes
-  for i, name in ipairs { "k", "v" } do
+  local lines = {}
+  for _, one in ipairs(STRIPS) do
+    local name, strip = one[1], one[2]
     if plan.uses[name] and not (is_walked and name == "k") then
-      lines[#lines + 1] =
-        ("soon((const char *)a->cache + ((next * 2 + %d) * a->kv_heads + "
-        .. "kv_head) * %d, %d);"):format(i - 1,
-        sizes.token * sizes.dim * bytes_of(plan.dtype),
-        sizes.token * sizes.dim * bytes_of(plan.dtype))
+      lines[#lines + 1] = ("soon(%s(&a->cache, next, kv_head), %d);"):format(strip,
+        strip_bytes(plan))
     end
   end
   for _, field in ipairs(plan.fields) do
@@ -161,13 +165,14 @@ static int piece(const void *arguments, int64_t begin, int64_t end) {
   for (int64_t item = begin; item < end; item++) {
     const int64_t kv_head = item %% a->kv_heads, entry = item / a->kv_heads;
     const int64_t physical = from[entry], row = to[entry];
-    if (physical < 0 || physical >= a->memory_rows || row < 0 || row >= a->rows) continue;
+    if (physical < 0 || physical >= a->cache.blocks) continue;
+    if (row < 0 || row >= a->rows) continue;
     const int tokens = (int)i64_max(0, i64_min(counts[entry], TOKENS));
     (void)tokens;
 %s    if (item + 1 < end) {
       const int64_t next = from[(item + 1) / a->kv_heads];
       const int64_t next_head = (item + 1) %% a->kv_heads;
-      if (next >= 0 && next < a->memory_rows) {
+      if (next >= 0 && next < a->cache.blocks) {
 %s      }
     }
 %s%s%s  }
@@ -285,13 +290,12 @@ local function item_lines(self, u)
   line "const int64_t physical@ = known@ ? found@ : 0;"
   line "const int block@ = (int)at@;"
   line "const int tokens@ = (int)i64_min(TOKENS, length - at@ * TOKENS);"
-  for _, text in ipairs(row_lines(self.plan, "physical" .. item, "cache", item)) do
+  for _, text in ipairs(row_lines(self.plan, "physical" .. item, item)) do
     lines[#lines + 1] = text
   end
   if self.asks_for_keys then
-    line "const char *k_soon = next >= 0 && next < a->rows ? (const char *)a->cache"
-    line(("  + (next * 2 * a->kv_heads + kv_head) * %d : (const char *)k_row;"):format(
-      self.plan.sizes.token * self.key_bytes))
+    line "const char *k_soon = next >= 0 && next < a->rows"
+    line "  ? kvl__keys_of(&a->cache, next, kv_head) : (const char *)k_row;"
   end
   return lines
 end
@@ -325,13 +329,13 @@ end
 -- there is one.
 local function next_lines(self)
   local plan, lines = self.plan, {}
-  local page = plan.sizes.token * plan.sizes.dim * bytes_of(plan.dtype)
-  for i, name in ipairs { "k", "v" } do
+  for _, one in ipairs(STRIPS) do
+    local name, strip = one[1], one[2]
     if plan.uses[name] then
-      local at = ("(const char *)a->k + ((next * 2 + %d) * a->kv_heads + next_head) * %d")
-        :format(i - 1, page)
+      local at = strip .. "(&a->cache, next, next_head)"
       lines[#lines + 1] = name == "k" and self.asks_for_keys
-        and ("k_soon = %s;"):format(at) or ("soon(%s, %d);"):format(at, page)
+        and ("k_soon = %s;"):format(at)
+        or ("soon(%s, %d);"):format(at, strip_bytes(plan))
     end
   end
   return lines
@@ -361,10 +365,11 @@ local function print_summary(self)
   end)
   return ("enum { TOKENS = %d, DIM = %d };\n"):format(plan.sizes.token, plan.sizes.dim)
     .. struct(plan) .. "\n"
-    .. SUMMARY:format(self.asks_for_keys and "    const char *k_soon = a->k;\n" or "",
+    .. SUMMARY:format(
+      self.asks_for_keys and "    const char *k_soon = a->cache.memory;\n" or "",
       indented(next_lines(self), "        "),
       indented(fixed_lines(plan), "    ") .. indented(fixed, "    "),
-      indented(row_lines(plan, "physical", "k", ""), "    "), indented(block, "    "))
+      indented(row_lines(plan, "physical", ""), "    "), indented(block, "    "))
 end
 
 local function print_map(self)

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int kv_head = (int)(item %% kv_heads);
   const int64_t found = ((const int32_t *)a->k_blocks)[entry];
   const int64_t row = ((const int32_t *)a->blocks)[entry];
-  const bool known = item < a->n * kv_heads && found >= 0 && found < a->memory_rows &&
+  const bool known = item < a->n * kv_heads && found >= 0 && found < a->cache.blocks &&
                      row >= 0 && row < a->rows;
   const int64_t physical = known ? found : 0;
   const int tokens = min_i32(((const int32_t *)a->counts)[entry], TOKENS);
@@ -89,7 +89,7 @@ local function print_summary(self)
     end
   end)
   local lines = fixed_lines(plan)
-  printer.row_lines(plan, lines, "physical", "k", "")
+  printer.row_lines(plan, lines, "physical", "")
   return SUMMARY:format(indented(lines, "  ") .. indented(fixed, "  ")
     .. indented(block, "  "))
 end

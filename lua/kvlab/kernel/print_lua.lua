@@ -249,7 +249,7 @@ end
 local SUMMARY = [[
 for entry = 0, a.n - 1 do
   local physical, row, layer = a.k_blocks[entry], a.blocks[entry], a.layer
-  if physical >= 0 and physical < a.memory_rows and row >= 0 and row < a.rows then
+  if physical >= 0 and physical < a.cache_blocks and row >= 0 and row < a.rows then
     local tokens = max(0, min(a.counts[entry], TOKENS))
     for kv_head = 0, a.kv_heads - 1 do
 %s    end
@@ -317,7 +317,7 @@ for seq = 0, a.seqs - 1 do
           or a.tables[seq * a.width + block]
       end
       local is_there = physical >= 0 and physical < a.rows
-      local k_row = (physical * 2 * a.kv_heads + kv_head) * TOKENS * DIM
+      local k_row = is_there and a.key_row(physical, kv_head, 0) or 0
 %s      for query = 0, is_there and rows - 1 or -1 do
         local query_position = length - rows + query
         local tokens = min(TOKENS, query_position + 1 - block * TOKENS)
@@ -363,15 +363,14 @@ local function unit_lines(plan, lines)
   end
 end
 
-local function row_lines(plan, lines, memory)
-  local page = plan.sizes.token * plan.sizes.dim
-  for i, name in ipairs { "k", "v" } do
+local function row_lines(plan, lines)
+  for _, one in ipairs { { "k", "key_row" }, { "v", "value_row" } } do
+    local name, row = one[1], one[2]
     if plan.uses[name] then
-      lines[#lines + 1] = ("local %s_row = ((physical * 2 + %d) * a.kv_heads + "
-        .. "kv_head) * %d"):format(name, i - 1, page)
+      lines[#lines + 1] = ("local %s_row = a.%s(physical, kv_head, 0)"):format(name, row)
     end
   end
-  if plan.uses.k or plan.uses.v then lines[#lines + 1] = "local memory = a." .. memory end
+  if plan.uses.k or plan.uses.v then lines[#lines + 1] = "local memory = a.cache" end
   for _, field in ipairs(plan.fields) do
     lines[#lines + 1] = ("local field_%s = (physical * a.kv_heads + kv_head) * %d")
       :format(field.name, field.count)
@@ -389,7 +388,7 @@ local function print_score(self)
     s:line(("a.scores[out + block] = %s"):format(s:value(plan.roots[1].node, {})))
   end)
   unit_lines(plan, first)
-  row_lines(plan, rows, "cache")
+  row_lines(plan, rows)
   return SCORE:format(plan.sizes.head * plan.sizes.dim, indented(first, "    ")
     .. indented(fixed, "    "), indented(rows, "        ") .. indented(block, "        "))
 end
@@ -407,7 +406,7 @@ local function print_summary(self)
     end
   end)
   unit_lines(plan, first)
-  row_lines(plan, first, "k")
+  row_lines(plan, first)
   return SUMMARY:format(indented(first, "      ") .. indented(fixed, "      ")
     .. indented(block, "      "))
 end

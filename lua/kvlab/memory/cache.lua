@@ -26,7 +26,7 @@ local M = {}
 ---@field kv_heads integer
 ---@field head_dim integer
 ---@field dtype string         f32 f16 bf16 f8e4m3
----@field format kvlab.Format  dtype and layout of a page
+---@field format kvlab.Format  what a page holds
 ---@field tier kvlab.Resident|kvlab.HostTier  where KV memory lies
 ---@field journal kvlab.Journal  what a failed step takes back
 ---@field memory kvlab.Tensor  [layers, blocks, 2, kv_heads, block_size, head_dim], on the
@@ -68,7 +68,7 @@ function M.cache(o)
   self.pool = protected.open(C.kvl_pool_close, out, C.kvl_pool_open, o.blocks,
     o.block_size, o.watermark or 0, out)
   self.journal = journal.new(self)
-  self.memory = self.tier:allocate { o.layers, o.blocks, unpack(self.format.page) }
+  self.memory = self.tier:allocate { o.layers, o.blocks, unpack(self.format.dims) }
   for layer = 0, o.layers - 1 do self.layer_views[layer] = self.memory:index(layer) end
   M.open[self] = true
   return self

@@ -83,7 +83,7 @@ function M.new(cache, o)
       BYTES_SLOT / (self.bytes_block * self.max_seqs)))
   end
   self.group = self.max_seqs * self.slot_blocks
-  local page = cache.format.page
+  local page = cache.format.dims
   self.slot_memory = tensor.tensor(cache.device, cache.dtype,
     { self.slots, self.group, unpack(page) })
   self.slot_views = {}
@@ -99,7 +99,7 @@ function M.new(cache, o)
   local out = ffi.new "kvl_ring *[1]"
   local function open_ring()
     return protected.open(C.kvl_ring_close, out, C.kvl_ring_open, self.slot_memory,
-      cache.layers, out)
+      cache.format:of(0), cache.layers, out)
   end
   local ok, opened = pcall(open_ring)
   if not ok then
@@ -286,7 +286,8 @@ end
 function HostTier:load_open(layer)
   local placement = batch_of(self, "load_open").placement
   check(C.kvl_move_blocks(self.cache:layer(layer), placement.load_from,
-    self.buffer_views[layer], placement.load_to, self.moved))
+    self.buffer_views[layer], placement.load_to, self.cache.format:of(layer),
+    self.moved))
 end
 
 --- Appends k, v of the step to the buffer; a decode step also writes them to host memory

@@ -39,7 +39,7 @@ function M.new(tier)
     under_way = {}, is_ahead = false }, HotCache)
   local dev, heads, n = cache.device, cache.kv_heads, self.slots
   self.memory = tensor.tensor(dev, cache.dtype,
-    { cache.layers, n, unpack(cache.format.page) })
+    { cache.layers, n, unpack(cache.format.dims) })
   self.slot_of = tensor.tensor(dev, "i32", { cache.layers, heads, cache.blocks })
   self.block_of = tensor.tensor(dev, "i32", { cache.layers, heads, n })
   self.order = tensor.tensor(dev, "i32", { cache.layers, heads, n })
@@ -51,7 +51,7 @@ function M.new(tier)
       order = self.order:index(layer) }
     self.views_of[layer] = views
     self.layers[layer] = ffi.new("kvl_hot", views.memory, views.slot_of, views.block_of,
-      views.order, nil, self.counters)
+      views.order, nil, self.counters, nil, cache.format:of(layer))
   end
   self.miss = tensor.tensor(dev, "i32", { 2, heads * n })
   self.lists = tensor.tensor(dev, "i32", { 5, heads * n })
@@ -112,8 +112,8 @@ end
 -- buffer of open blocks.
 function HotCache:append(layer, k, v, batch, buffer)
   local hot = options.entry("append", "layer", self.layers, layer)
-  self.cache.format:hot_append(layer, hot, k, v, batch.places,
-    self.cache:layer(layer), batch.placement.buffer_places, buffer)
+  check(C.kvl_hot_append(hot, k, v, batch.places, self.cache:layer(layer),
+    batch.placement.buffer_places, buffer))
 end
 
 --- Drops blocks, i32 [n], that something else wrote in the host tier.
@@ -158,7 +158,7 @@ end
 local function fetch(self, layer, views, fetched_bytes)
   local memory = self.views_of[layer].memory
   check(C.kvl_move_blocks(self.cache:layer(layer), views.miss_from, memory,
-    views.miss_to, fetched_bytes))
+    views.miss_to, self.cache.format:of(layer), fetched_bytes))
 end
 
 --- Calls fn(self, …), whose launches go to another stream than the current one. As
@@ -200,7 +200,8 @@ end
 -- The same for no more rows than there are slots for.
 function HotCache:attend_rows(attention, selection, ctx, out, lse)
   local views = views_for(self, ctx.seqs, tonumber(selection.sizes[2]))
-  local layer, memory = ctx.layer, self.views_of[ctx.layer].memory
+  local layer = ctx.layer
+  local memory = options.entry("attend", "ctx.layer", self.views_of, layer).memory
   resolve(self, layer, selection, ctx.tables, views)
   if not self.overlap then
     fetch(self, layer, views, self.fetched_bytes)
@@ -236,7 +237,7 @@ local function new_ahead(self)
     views.marks = ahead.marks:index(layer)
     self.layers[layer].ahead = views.marks
     ahead.layers[layer] = ffi.new("kvl_hot", views.memory, views.slot_of, views.block_of,
-      views.order, views.priority, ahead.counters, views.marks)
+      views.order, views.priority, ahead.counters, views.marks, cache.format:of(layer))
   end
   return ahead
 end

@@ -401,7 +401,7 @@ function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, p
   call.starts, call.selection, call.slots = ctx.starts, selection, slots
   call.tree = ctx.tree
   call.prev_out, call.prev_lse, call.out, call.lse = prev, prev_lse, out, lse
-  call.k_scale, call.v_scale = self.cache.format:scales(ctx.layer)
+  call.format = self.cache.format:of(ctx.layer)
   call.causal = not is_past
   call.hook, call.scores = nil, nil
   if self.hook then self.hook:give(call, ctx) end
@@ -426,9 +426,8 @@ function Attention:over_tokens(places, ctx, out, lse)
   end
   check.places(ctx, places, self.cache.blocks * self.cache.block_size)
   if self.probe and ctx.reads then ctx.reads:listed(ctx, places) end
-  local k_scale, v_scale = self.cache.format:scales(ctx.layer)
   return ops.step.token_attention { q = ctx.query, cache = ctx.cache, places = places,
-    out = out, scale = call.scale, k_scale = k_scale, v_scale = v_scale, lse = lse }
+    out = out, scale = call.scale, format = self.cache.format:of(ctx.layer), lse = lse }
 end
 
 local function new_scratch(self, tokens)

@@ -269,12 +269,11 @@ local function masses(self, into)
   local tokens = (self.lens:reshape { seqs, 1 } - starts:reshape { 1, width })
     :maximum(0):minimum(self.block_size):reshape { rows }
   local lse = tensor.tensor(dev, "f32", { rows, heads })
-  local k_scale, v_scale = self.format:scales(self.layer)
   ops.step.paged_attention { cache = self.cache, lens = tokens, lse = lse,
     q = q:reshape { seqs, heads * dim }
       :gather_rows(tensor.arange(dev, "i32", rows) / width):reshape { rows, heads, dim },
     tables = self.tables:reshape { rows, 1 }, scale = self.scale,
-    soft_cap = self.soft_cap, k_scale = k_scale, v_scale = v_scale }
+    soft_cap = self.soft_cap, format = self.format:of(self.layer) }
   lse:reshape { 1, rows * heads }:gather(by_head(self)):reshape { seqs * heads, width }
     :softmax(1):reshape { seqs * self.kv_heads, heads / self.kv_heads, width }
     :mean(1, into:reshape { seqs * self.kv_heads, width })
@@ -404,17 +403,27 @@ function Context:select_nearest(hashes, budget, is_shared)
     view.counts)
 end
 
+--- The new tokens of each of the context's sequences.
+local function counts_of(self)
+  local counts = self.batch.counts
+  if #self.sequences > 0 and not counts[#self.sequences] then
+    options.fail "the step of this context is over: its batch has other sequences"
+  end
+  return counts
+end
+
 --- Scores of a prefill chunk. fn(seq, first, count, n) returns the scores of the n blocks
 -- of a sequence that come before the chunk, f32 [kv_heads, n]; the sequence's queries are
 -- rows first ... first + count - 1 of ctx.query. The blocks of the chunk itself are
 -- always selected.
 function Context:score_sequences(fn)
   local dev, first, scores = self.device, 0, self:new_scores()
+  local counts = counts_of(self)
   tensor.scope(function()
     local columns = tensor.zeros(dev, "i32", { self.kv_heads, 1 })
       + tensor.arange(dev, "i32", self.width)
     for i, seq in ipairs(self.sequences) do
-      local count = self.batch.counts[i]
+      local count = counts[i]
       local n = math.floor((seq:length() - count) / self.block_size)
       if n > 0 and count > 0 then -- columns past n are out of range and give zeros
         argument("score_sequences", "what fn returns", fn(i - 1, first, count, n),
@@ -430,9 +439,9 @@ end
 -- counts from 0; the sequence's queries are rows first ... first + count - 1 of
 -- ctx.query. The tensors that fn makes are freed.
 function Context:each_sequence(fn, owner)
-  local first = 0
+  local first, counts = 0, counts_of(self)
   for i, seq in ipairs(self.sequences) do
-    local count = self.batch.counts[i]
+    local count = counts[i]
     if count > 0 then tensor.scope(fn, owner, self, seq, i - 1, first, count) end
     first = first + count
   end

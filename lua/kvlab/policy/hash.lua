@@ -120,6 +120,7 @@ function M.summary(shape, o)
     kind = o.planes, seed = o.seed }
   local rows = shape.layers * shape.blocks
   return setmetatable({ bits = bits, per = per, planes = planes, memory = memory,
+    format = shape.format,
     layers = layers, cache = M.cache { size = o.cache_size },
     rows = memory:reshape { rows, memory.count / math.max(1, rows) },
     first_rows = tensor.arange(shape.device, "i32", shape.layers, 0, shape.blocks),
@@ -128,7 +129,8 @@ end
 
 --- Computes the hashes of an offload event's blocks again.
 function Hashes:update(ev)
-  check(C.kvl_block_hash(ev.k, ev.k_blocks, ev.num_tokens, ev.blocks, self.planes,
+  local format = self.format and self.format:of(ev.layer)
+  check(C.kvl_block_hash(ev.k, format, ev.k_blocks, ev.num_tokens, ev.blocks, self.planes,
     options.entry("update", "ev.layer", self.layers, ev.layer)))
 end
 

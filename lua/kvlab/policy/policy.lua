@@ -125,6 +125,7 @@ local command_line = require "kvlab.command_line"
 local constructor = require "kvlab.constructor"
 local expression = require "kvlab.kernel.expression"
 local ffi = require "ffi"
+local formats = require "kvlab.memory.formats"
 local kernel_hook = require "kvlab.kernel.hook"
 local kernel = require "kvlab.kernel.kernel"
 local kinds = require "kvlab.tensor.kinds"
@@ -472,6 +473,7 @@ function M.attach(self, shape)
   if self.shape then
     error(("policy %s is attached already; make another one"):format(self.name), 3)
   end
+  shape.format = shape.format or formats.new(shape, 2)
   self.shape = shape
   self.budget = make_budget(self, shape.block_size)
   if self.init then self:init(shape) end

@@ -67,6 +67,15 @@ local function layer_of(self, ev)
   return options.entry("update", "ev.layer", self.layers, ev.layer)
 end
 
+--- The keys of an event's blocks: [n, kv_heads, block_size, head_dim], a new tensor.
+local function keys_of(shape, ev, dtype)
+  local k = tensor.tensor(shape.device, dtype, { ev.blocks:size(0), shape.kv_heads,
+    shape.block_size, shape.head_dim })
+  local format = shape.format
+  check(C.kvl_read_blocks(ev.k, format and format:of(ev.layer), ev.k_blocks, k, nil))
+  return k
+end
+
 local Representatives = setmetatable({}, Summary)
 Representatives.__index = Representatives
 
@@ -86,8 +95,7 @@ function Representatives:update(ev)
   tensor.scope(function()
     local s, n = self.shape, ev.blocks:size(0)
     local rows = n * s.kv_heads
-    local k = ev.k:reshape { ev.k:size(0) * 2, s.kv_heads * s.block_size * s.head_dim }
-      :gather_rows(ev.k_blocks * 2):reshape { rows, s.block_size, s.head_dim }:cast "f32"
+    local k = keys_of(s, ev, "f32"):reshape { rows, s.block_size, s.head_dim }
     local tokens = ev.num_tokens:reshape { n, 1 }
       + tensor.zeros(s.device, "i32", { 1, s.kv_heads })
     local means = mean_of_far(k, tokens:reshape { rows, 1 }, self.count)
@@ -116,12 +124,10 @@ end
 function Keys:update(ev)
   tensor.scope(function()
     local heads, n = self.shape.kv_heads, ev.blocks:size(0)
-    local function rows(blocks, stride)
-      return (blocks:reshape { n, 1 } * stride + self.head_across):reshape { n * heads }
-    end
-    local k = ev.k:reshape { ev.k:size(0) * 2 * heads, self.layers[0]:size(1) }
-    layer_of(self, ev):scatter_rows_(rows(ev.blocks, heads),
-      k:gather_rows(rows(ev.k_blocks, 2 * heads)))
+    local rows = (ev.blocks:reshape { n, 1 } * heads + self.head_across)
+      :reshape { n * heads }
+    layer_of(self, ev):scatter_rows_(rows, keys_of(self.shape, ev, self.shape.dtype)
+      :reshape { n * heads, self.layers[0]:size(1) })
   end)
 end
 
@@ -163,8 +169,9 @@ end
 
 --- Computes the summaries of an offload event's blocks again from their K.
 function Summary:update(ev)
-  check(self.update_op(ev.k, ev.k_blocks, ev.num_tokens, ev.blocks,
-    layer_of(self, ev)))
+  local format = self.shape.format
+  check(self.update_op(ev.k, format and format:of(ev.layer), ev.k_blocks, ev.num_tokens,
+    ev.blocks, layer_of(self, ev)))
 end
 
 --- The entries of one layer, by physical block.

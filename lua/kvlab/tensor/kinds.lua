@@ -21,6 +21,11 @@ M.budget = { "a budget", function(x)
   return type(x) == "cdata" and ffi.istype("kvl_budget", x)
 end }
 
+--- The format of one layer's pages, as kv.format and cache.format:of(layer) give it.
+M.format = { "a format, as kv.format makes it", function(x)
+  return type(x) == "cdata" and ffi.istype("kvl_format", x)
+end }
+
 M.dtype = options.one_of(unpack(sorted.keys(library.dtypes)))
 
 return M

@@ -25,6 +25,7 @@ local HASHES = { "hashes, as kv.hash.summary makes them", function(x)
   return type(x) == "table" and tensor.is_tensor(x.planes) and type(x.layer) == "function"
 end }
 local FORM = options.one_of("plain", "add", "swiglu")
+local FORMAT = kinds.format
 local step = {}
 local M = { step = step }
 
@@ -114,20 +115,20 @@ end
 
 --- cache[places[i]] = k[i], v[i]. k and v are [tokens, kv_heads, head_dim]. places, i64
 -- [tokens], holds the place of each token: block * block_size + offset, or -1 to skip
--- it. cache is one layer's memory.
-function M.append_kv(k, v, places, cache, k_scale, v_scale)
+-- it. cache is one layer's memory; format says what its pages are (kv.format), if its
+-- shape does not.
+function M.append_kv(k, v, places, cache, format)
   expect_tensor("append_kv", "k", k)
   expect_tensor("append_kv", "v", v)
   expect_tensor("append_kv", "places", places)
   expect_tensor("append_kv", "cache", cache)
-  if k_scale ~= nil then expect_tensor("append_kv", "k_scale", k_scale) end
-  if v_scale ~= nil then expect_tensor("append_kv", "v_scale", v_scale) end
-  check(C.kvl_append_kv(k, v, places, cache, k_scale, v_scale))
+  if format ~= nil then argument("append_kv", "format", format, FORMAT) end
+  check(C.kvl_append_kv(k, v, places, cache, format))
 end
 
 --- Rotates q in place, and k on its way into the cache, and appends k and v, which stay
 -- as they are: rope and append_kv in one launch.
-function M.rope_append(q, k, v, positions, inv_freq, places, cache, k_scale, v_scale)
+function M.rope_append(q, k, v, positions, inv_freq, places, cache, format)
   expect_tensor("rope_append", "q", q)
   expect_tensor("rope_append", "k", k)
   expect_tensor("rope_append", "v", v)
@@ -135,9 +136,8 @@ function M.rope_append(q, k, v, positions, inv_freq, places, cache, k_scale, v_s
   expect_tensor("rope_append", "inv_freq", inv_freq)
   expect_tensor("rope_append", "places", places)
   expect_tensor("rope_append", "cache", cache)
-  if k_scale ~= nil then expect_tensor("rope_append", "k_scale", k_scale) end
-  if v_scale ~= nil then expect_tensor("rope_append", "v_scale", v_scale) end
-  check(C.kvl_rope_append(q, k, v, positions, inv_freq, places, cache, k_scale, v_scale))
+  if format ~= nil then argument("rope_append", "format", format, FORMAT) end
+  check(C.kvl_rope_append(q, k, v, positions, inv_freq, places, cache, format))
   return q
 end
 
@@ -149,6 +149,19 @@ function M.copy_blocks(src, dst, cache)
   check(C.kvl_copy_blocks(src, dst, cache))
 end
 
+--- Reads the keys and values of blocks, i32 [n], out of a layer's memory: into k and v,
+-- [n, kv_heads, block_size, head_dim] like cache, f32, f16 or bf16. Either may be nil. Of
+-- -1 come zeros. They are in the units of the cache: scales of its format by KV head are
+-- not applied.
+function M.read_blocks(cache, blocks, k, v, format)
+  expect_tensor("read_blocks", "cache", cache)
+  expect_tensor("read_blocks", "blocks", blocks)
+  if k ~= nil then expect_tensor("read_blocks", "k", k) end
+  if v ~= nil then expect_tensor("read_blocks", "v", v) end
+  if format ~= nil then argument("read_blocks", "format", format, FORMAT) end
+  check(C.kvl_read_blocks(cache, format, blocks, k, v))
+end
+
 local call = ffi.new "kvl_attention"
 
 function step.paged_attention(a)
@@ -156,7 +169,7 @@ function step.paged_attention(a)
   call.q, call.cache, call.tables, call.lens = a.q, a.cache, a.tables, a.lens
   call.starts, call.selection, call.slots = a.starts, a.selection, a.slots
   call.alibi, call.prev_out, call.prev_lse = a.alibi, a.prev_out, a.prev_lse
-  call.k_scale, call.v_scale, call.out, call.lse = a.k_scale, a.v_scale, out, a.lse
+  call.format, call.out, call.lse = a.format, out, a.lse
   call.window, call.soft_cap = a.window or 0, a.soft_cap or 0
   call.scale = a.scale or 1 / math.sqrt(a.q:size(-1))
   call.causal = a.causal == false and 0 or 1
@@ -174,14 +187,14 @@ end
 local PAGED = {
   q = needed, cache = needed, tables = needed, lens = needed, starts = a_tensor,
   selection = a_tensor, slots = a_tensor, alibi = a_tensor, prev_out = a_tensor,
-  prev_lse = a_tensor, k_scale = a_tensor, v_scale = a_tensor, lse = a_tensor,
+  prev_lse = a_tensor, format = FORMAT, lse = a_tensor,
   out = a_tensor, scale = options.number, causal = options.boolean,
   window = options.whole, soft_cap = options.not_negative, tree = a_tensor,
 }
 
 --- Attention over paged KV.
 ---@param a table  q, cache, tables, lens; starts, selection, slots, alibi, prev_out and
---                 prev_lse, k_scale, v_scale, lse, scale (1 / sqrt(head_dim)), causal
+--                 prev_lse, format (of cache), lse, scale (1 / sqrt(head_dim)), causal
 --                 (true), window (0: none), soft_cap (0: none), tree: u64 [tokens,
 --                 words], which of its sequence's newest 64 * words keys a row sees (bit
 --                 i: the key at position length - 1 - i), out
@@ -193,17 +206,16 @@ end
 function step.token_attention(a)
   local out = a.out or tensor.open_like(a.q)
   local scale = a.scale or 1 / math.sqrt(a.q:size(-1))
-  check(C.kvl_token_attention(a.q, a.cache, a.places, scale, a.k_scale, a.v_scale, out,
-    a.lse))
+  check(C.kvl_token_attention(a.q, a.cache, a.format, a.places, scale, out, a.lse))
   return out
 end
 
 local TOKENS = { q = needed, cache = needed, places = needed, scale = options.number,
-                 k_scale = a_tensor, v_scale = a_tensor, lse = a_tensor, out = a_tensor }
+                 format = FORMAT, lse = a_tensor, out = a_tensor }
 
 --- Attention over listed tokens.
 ---@param a table  q, cache, places i32 [rows, k] or [rows, kv_heads, k]; scale
---                 (1 / sqrt(head_dim)), k_scale, v_scale, lse, out
+--                 (1 / sqrt(head_dim)), format (of cache), lse, out
 ---@return kvlab.Tensor out  like q unless given
 function M.token_attention(a)
   return step.token_attention(options.check("token_attention", a, TOKENS))
@@ -265,8 +277,8 @@ function M.score_max_qk(q, ctx, group, scores)
   if scores ~= nil then expect_tensor("score_max_qk", "scores", scores) end
   scores = scores or ctx:new_scores()
   if ctx.reads then ctx.reads:keys(ctx) end
-  check(C.kvl_score_max_qk(q, ctx.cache, ctx.tables, ctx.lens, group_number(group),
-    scores))
+  check(C.kvl_score_max_qk(q, ctx.cache, ctx.format and ctx.format:of(ctx.layer),
+    ctx.tables, ctx.lens, group_number(group), scores))
   return scores
 end
 

@@ -79,18 +79,17 @@ function M.from_blocks(cache)
   expect_tensor("vllm.from_blocks", "cache", cache)
   local dev, blocks, kv_heads = cache.device, cache:size(0), cache:size(2)
   local size, dim, dtype = cache:size(3), cache:size(4), cache:type()
-  local halves = cache:reshape { blocks * 2, kv_heads * size * dim }
   -- Take each KV head of a block as its own block: its tokens have successive places.
   local lanes = blocks * kv_heads
   local key_cache, value_cache = M.cache(dev, dtype, lanes, 1, size, dim)
   tensor.scope(function()
-    local function rows(half)
-      local t = halves:gather_rows(tensor.arange(dev, "i32", blocks, half, 2))
-        :reshape { lanes * size, 1, dim }
-      return dtype == "f8e4m3" and t:cast "bf16" or t   -- append casts it back exactly
-    end
-    M.append(rows(0), rows(1), tensor.arange(dev, "i64", lanes * size), key_cache,
-      value_cache)
+    -- append casts bf16 back to f8e4m3 exactly
+    local k = tensor.tensor(dev, dtype == "f8e4m3" and "bf16" or dtype,
+      { lanes * size, 1, dim })
+    local v, page = tensor.open_like(k), { blocks, kv_heads, size, dim }
+    check(C.kvl_read_blocks(cache, nil, tensor.arange(dev, "i32", blocks),
+      k:reshape(page), v:reshape(page)))
+    M.append(k, v, tensor.arange(dev, "i64", lanes * size), key_cache, value_cache)
   end)
   local x = key_cache:size(-1)
   return key_cache:reshape { blocks, kv_heads, dim / x, size, x },

@@ -30,8 +30,7 @@ local function each_plan(see)
     end
     local ok, why = pcall(kv.scope, function()
       policy.attach(p, { device = cpu, layers = 2, blocks = 8, kv_heads = 2, heads = 8,
-        head_dim = 64, block_size = 16, dtype = "bf16", max_blocks = 8, scale = 1,
-        format = { scales = function() end } })
+        head_dim = 64, block_size = 16, dtype = "bf16", max_blocks = 8, scale = 1 })
       kernel_hook.emitters(p.prefill and p or {}, p)
     end)
     kernel.chosen, kernel.open = nil, open

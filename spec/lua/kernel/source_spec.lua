@@ -354,8 +354,8 @@ describe("a kernel of source text", function()
     wrong("scale_rows: x has 7 dimensions, expected at most 6",
       { arguments = { "x f32 [a, b, c, d, e, f, g]" } })
     local many = {}
-    for i = 1, 48 do many[i] = ("x%d f32 [n]"):format(i) end
-    wrong("scale_rows: 48 arguments and 1 dimensions, expected at most 48 together",
+    for i = 1, 64 do many[i] = ("x%d f32 [n]"):format(i) end
+    wrong("scale_rows: 64 arguments and 1 dimensions, expected at most 64 together",
       { arguments = many })
     wrong('kernel.source: name is "two words", expected the name of a function in C',
       { name = "two words" })

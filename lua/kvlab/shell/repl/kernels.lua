@@ -101,8 +101,7 @@ local function attach(value, dev)
   policy.attach(p, { device = dev, layers = 1, blocks = BLOCKS,
     block_size = show.BLOCK_SIZE, heads = show.KV_HEADS * show.GROUP,
     kv_heads = show.KV_HEADS, head_dim = show.HEAD_DIM, dtype = show.DTYPE,
-    max_blocks = BLOCKS, scale = 1 / math.sqrt(show.HEAD_DIM), max_seqs = 1,
-    format = { scales = function() end } })
+    max_blocks = BLOCKS, scale = 1 / math.sqrt(show.HEAD_DIM), max_seqs = 1 })
   kernel_hook.emitters(p.prefill and p or {}, p) -- opens those of a prefill
   return p
 end
@@ -145,7 +144,7 @@ end
 -- ---- :time ----------------------------------------------------------------------------
 
 --- What an attention would give the kernels: one sequence in a layer of a random cache.
-local function context(dev)
+local function context(p, dev)
   local ctx = { layer = 0, seqs = 1, kv_heads = show.KV_HEADS, width = BLOCKS,
     block_size = show.BLOCK_SIZE, is_prefill = false,
     tables = tensor.arange(dev, "i32", BLOCKS):reshape { 1, BLOCKS },
@@ -153,7 +152,7 @@ local function context(dev)
     query = tensor.randn(dev, "f32", { 1, show.KV_HEADS * show.GROUP, show.HEAD_DIM }),
     cache = tensor.randn(dev, show.DTYPE, { BLOCKS, 2, show.KV_HEADS, show.BLOCK_SIZE,
       show.HEAD_DIM }, { seed = 1 }),
-    format = { scales = function() end } }
+    format = p.shape.format }
   local scores = tensor.tensor(dev, "f32", { 1, show.KV_HEADS, BLOCKS })
   function ctx.new_scores() return scores end
   return ctx
@@ -185,7 +184,8 @@ local function read(bytes, dev)
 end
 
 local function rows_of(value, dev)
-  local p, ctx, rows = attach(value, dev), context(dev), {}
+  local p, rows = attach(value, dev), {}
+  local ctx = context(p, dev)
   for i, one in ipairs(kernels_of(p)) do
     local run = launcher(p, one, ctx, dev)
     run() -- so that nothing is made for the first time

@@ -1,0 +1,170 @@
+--- What a page is, said by a format instead of by a shape.
+local kv = require "kvlab"
+local support = require "spec.support"
+
+local cpu = kv.device "cpu"
+local BLOCKS, KV_HEADS, SIZE, DIM, GROUP, WIDTH = 12, 2, 8, 32, 2, 5
+local LENS = { 33, 7 }
+
+local function format(changes)
+  local o = { dtype = "bf16", kv_heads = KV_HEADS, block_size = SIZE, head_dim = DIM }
+  for name, value in pairs(changes or {}) do o[name] = value end
+  return kv.format(o)
+end
+
+--- The same op over memory as a tensor of pages and over memory without a shape of its
+-- own, which a format describes.
+local function both(dtype, run)
+  local paged = support.randn(cpu, dtype, { BLOCKS, 2, KV_HEADS, SIZE, DIM }, 3)
+  local flat = paged:clone():reshape { BLOCKS, 2 * KV_HEADS * SIZE * DIM }
+  return { run(paged, nil) }, { run(flat, format { dtype = dtype }) }
+end
+
+local function same(dtype, run)
+  local want, got = both(dtype, run)
+  for i, tensor in ipairs(want) do
+    support.equal(got[i], tensor, ("%s, result %d"):format(dtype, i))
+  end
+end
+
+local function lists()
+  local order = support.distinct(support.rng(5), #LENS * WIDTH, BLOCKS)
+  return kv.from(cpu, "i32", { #LENS, WIDTH }, order),
+    kv.from(cpu, "i32", { #LENS }, LENS)
+end
+
+local OPS = {
+  append_kv = function(memory, of, rows)
+    local places = kv.from(cpu, "i64", { 3 }, { 90, -1, 17 })
+    local k = support.randn(cpu, rows, { 3, KV_HEADS, DIM }, 1)
+    kv.ops.append_kv(k, support.randn(cpu, rows, { 3, KV_HEADS, DIM }, 2), places, memory,
+      of)
+    return memory:reshape { BLOCKS, 2 * KV_HEADS * SIZE * DIM }
+  end,
+  rope_append = function(memory, of, rows)
+    local places = kv.from(cpu, "i64", { 2 }, { 90, 17 })
+    local q = support.randn(cpu, rows, { 2, KV_HEADS * GROUP, DIM }, 4)
+    local k = support.randn(cpu, rows, { 2, KV_HEADS, DIM }, 1)
+    kv.ops.rope_append(q, k, k, kv.from(cpu, "i32", { 2 }, { 5, 9 }),
+      kv.from(cpu, "f32", { 2 }, { 1, 0.5 }), places, memory, of)
+    return memory:reshape { BLOCKS, 2 * KV_HEADS * SIZE * DIM }, q
+  end,
+  paged_attention = function(memory, of, rows)
+    local tables, lens = lists()
+    return kv.ops.paged_attention { cache = memory, format = of, tables = tables,
+      lens = lens, q = support.randn(cpu, rows, { #LENS, KV_HEADS * GROUP, DIM }, 4) }
+  end,
+  ["a prompt"] = function(memory, of, rows)
+    local tables, lens = lists()
+    return kv.ops.paged_attention { cache = memory, format = of, tables = tables,
+      lens = lens, starts = kv.from(cpu, "i32", { 3 }, { 0, 20, 27 }),
+      q = support.randn(cpu, rows, { 27, KV_HEADS * GROUP, DIM }, 4) }
+  end,
+  token_attention = function(memory, of, rows)
+    return kv.ops.token_attention { cache = memory, format = of,
+      places = kv.from(cpu, "i32", { 2, 3 }, { 1, 90, 31, -1, 8, 8 }),
+      q = support.randn(cpu, rows, { 2, KV_HEADS * GROUP, DIM }, 4) }
+  end,
+  read_blocks = function(memory, of)
+    local k = kv.zeros(cpu, "f32", { 2, KV_HEADS, SIZE, DIM })
+    local v = kv.zeros(cpu, "f32", { 2, KV_HEADS, SIZE, DIM })
+    kv.ops.read_blocks(memory, kv.from(cpu, "i32", { 2 }, { 7, 3 }), k, v, of)
+    return k, v
+  end,
+  block_minmax = function(memory, of)
+    local blocks = kv.from(cpu, "i32", { 2 }, { 7, 3 })
+    local out = kv.zeros(cpu, memory:type(), { BLOCKS, 2, KV_HEADS, DIM })
+    kv.check(kv.C.kvl_block_minmax(memory, of, blocks, blocks, nil, out))
+    return out
+  end,
+  block_mean = function(memory, of)
+    local blocks = kv.from(cpu, "i32", { 2 }, { 7, 3 })
+    local out = kv.zeros(cpu, "f32", { BLOCKS, KV_HEADS, DIM })
+    kv.check(kv.C.kvl_block_mean(memory, of, blocks, blocks, nil, out))
+    return out
+  end,
+  block_hash = function(memory, of)
+    local blocks = kv.from(cpu, "i32", { 2 }, { 7, 3 })
+    local out = kv.zeros(cpu, "u64", { BLOCKS, KV_HEADS, 1 })
+    kv.check(kv.C.kvl_block_hash(memory, of, blocks, blocks, nil,
+      support.randn(cpu, "f32", { 64, DIM }, 6), out))
+    return out
+  end,
+  score_max_qk = function(memory, of, rows)
+    local tables, lens = lists()
+    local out = kv.zeros(cpu, "f32", { #LENS, KV_HEADS, WIDTH })
+    kv.check(kv.C.kvl_score_max_qk(support.randn(cpu, rows,
+      { #LENS, KV_HEADS * GROUP, DIM }, 4), memory, of, tables, lens, kv.C.KVL_GROUP_MAX,
+      out))
+    return out
+  end,
+  move_blocks = function(memory, of)
+    local to = memory:clone():fill_(0)
+    local function list(...) return kv.from(cpu, "i32", { 1, 2, 2 }, { ... }) end
+    kv.check(kv.C.kvl_move_blocks(memory, list(4, 1, 0, -1), to, list(0, 9, 2, 3), of,
+      nil))
+    return to:reshape { BLOCKS, 2 * KV_HEADS * SIZE * DIM }
+  end,
+}
+
+describe("a format", function()
+  for name, run in pairs(OPS) do
+    it("says to " .. name .. " what a shape says", function()
+      for _, dtype in ipairs { "f32", "f16", "bf16", "f8e4m3" } do
+        same(dtype, function(memory, of)
+          return run(memory, of, dtype == "f8e4m3" and "bf16" or dtype)
+        end)
+      end
+    end)
+  end
+
+  it("counts the bytes of a page", function()
+    for dtype, bytes in pairs { f32 = 4, f16 = 2, bf16 = 2, f8e4m3 = 1 } do
+      assert.equal(2 * KV_HEADS * SIZE * DIM * bytes,
+        tonumber(kv.C.kvl_format_bytes_page(format { dtype = dtype })))
+    end
+  end)
+
+  it("keeps its scales while it lives", function()
+    local one = format { dtype = "f8e4m3", k_scale = kv.full(cpu, "f32", { 2 }, 3) }
+    collectgarbage()
+    collectgarbage()
+    assert.same({ 3, 3 }, one.k_scale[0]:list())
+  end)
+
+  it("refuses pages that there cannot be", function()
+    support.refuses(function() format { block_size = 5000 } end,
+      "block_size is 5000, expected 1 ... 4096")
+    support.refuses(function() format { dtype = "f8e4m3", head_dim = 24 } end,
+      "head_dim is 24, expected a multiple of 16 for an f8e4m3 format")
+    support.refuses(function() format { dtype = "i32" } end, "dtype is \"i32\"", "f8e4m3")
+    local odd = format()
+    odd.value_dim = 16
+    support.raises("format has keys of 32 numbers and values of 16, expected values like",
+      function() kv.check(tonumber(kv.C.kvl_format_bytes_page(odd))) end)
+    odd.codec = 77
+    support.raises("format has codec 77, expected 0 ... 3",
+      function() kv.check(tonumber(kv.C.kvl_format_bytes_page(odd))) end)
+  end)
+
+  it("refuses memory that is not made of its pages", function()
+    local function attend(memory, of)
+      local tables, lens = lists()
+      return function()
+        kv.ops.paged_attention { cache = memory, format = of, tables = tables,
+          lens = lens, q = kv.zeros(cpu, "bf16", { #LENS, KV_HEADS * GROUP, DIM }) }
+      end
+    end
+    local page = 2 * KV_HEADS * SIZE * DIM
+    support.refuses(attend(kv.zeros(cpu, "bf16", { BLOCKS, page + 16 }), format()),
+      ("cache has %d bytes for 12 blocks, expected %d for each"):format(
+        BLOCKS * (page + 16) * 2, page * 2))
+    support.refuses(attend(kv.zeros(cpu, "f16", { BLOCKS, page }), format()),
+      "cache is f16 [12, 1024], expected bf16")
+    support.refuses(attend(kv.zeros(cpu, "bf16", { BLOCKS, page }), format {
+      dtype = "f32" }), "cache is bf16")
+    support.refuses(attend(kv.zeros(cpu, "bf16", { BLOCKS, page }), format {
+      k_scale = kv.ones(cpu, "f32", { 2 }) }),
+      "k_scale is given for a cache of bf16, expected f8e4m3")
+  end)
+end)
