@@ -98,7 +98,7 @@ for _, isa in ipairs(isas) do
     c_project "StaticLib"
     targetprefix "lib"
     targetdir "build/obj/%{cfg.buildcfg}"
-    files { "kernels/cpu/*.c" }
+    files { "kernels/cpu/**.c" }
     defines { "KVL_ISA=" .. isa.name, "KVL_ISA_" .. isa.name:upper() .. "=1" }
     buildoptions { isa.needs:gsub("%S+", "-m%0") .. (isa.flags or "") }
     -- Debug information has lines and functions, without variables: most of these are in
@@ -155,7 +155,6 @@ if _OPTIONS["cuda"] == "on" then
     targetprefix "lib"
     pic "Off" -- nvcc wants it spelled -Xcompiler -fPIC
     files { "kernels/cuda/**.cu", "runtime/cuda/*.cu" }
-    includedirs { "kernels/cuda" }
     prebuildcommands { "@../tools/abi.sh ." }
     -- Compressed, the device code is six times smaller; a bundle has to travel.
     buildoptions { "-std=c++17", "-lineinfo", "--threads 2", "-Xfatbin -compress-all",

@@ -7,7 +7,8 @@
 #ifndef KVL_HOOK_H
 #define KVL_HOOK_H
 
-#include "kernels.h"
+#include "args/attention.h"
+#include "ops.h"
 
 enum { KVL_HOOK_ARGUMENTS_MAX = 192 }; /* bytes of a hook's own arguments */
 

@@ -10,13 +10,6 @@
 
 #include "base.h"
 
-/* For functions that both devices use: nvcc compiles them for the GPU, too. */
-#ifdef __CUDACC__
-#define KVL_INLINE static __host__ __device__ inline
-#else
-#define KVL_INLINE static inline
-#endif
-
 /* Bytes of a row of `dim` numbers. */
 KVL_INLINE int32_t kvl__bytes_row(int codec, int32_t dim) {
   return codec == KVL_CODEC_F32 ? 4 * dim : codec == KVL_CODEC_F8E4M3 ? dim : 2 * dim;

@@ -152,4 +152,11 @@ typedef struct {
 
 /* ffi:end */
 
+/* For functions that both devices use: nvcc compiles them for the GPU, too. */
+#ifdef __CUDACC__
+#define KVL_INLINE static __host__ __device__ inline
+#else
+#define KVL_INLINE static inline
+#endif
+
 #endif

@@ -577,7 +577,7 @@ int kvl_score_max_qk(const kvl_tensor *q, const kvl_tensor *cache, const kvl_for
 /* These ops hash a vector x by random planes: bit b of the hash is 1 where planes[b] . x >
  * 0. The share of bits in which two hashes differ estimates the angle between their vectors,
  * divided by pi. A word has 64 bits, and bit 0 is the lowest. A hash of 32 bits is one word
- * whose upper half is 0. The sign is that of a sum in one fixed order (see kernels.h), so
+ * whose upper half is 0. The sign is that of a sum in one fixed order (see args/select.h), so
  * every device gives the same bits.
  *  planes  f32  [bits, head_dim]   bits: 32, or a multiple of 64 up to 1024
  *  words   (bits + 63) / 64

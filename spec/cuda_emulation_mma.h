@@ -1,4 +1,4 @@
-/* What kernels/cuda/score_mma.cuh uses of mma.cuh and of what that includes, on the CPU, for
+/* What kernels/cuda/select/score_mma.cuh uses of mma.cuh and of what that includes, on the CPU, for
  * cuda_emulation.h. Copies into shared memory happen at once. */
 #define KVL_CUDA_MMA_CUH
 

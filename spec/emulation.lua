@@ -38,7 +38,7 @@ function M.problem()
 end
 
 local FLAGS = { "g++", "-std=c++17", "-O1", "-w", "-fPIC",
-                "-I" .. ROOT .. "/kernels/cuda", "-I" .. ROOT .. "/kernels",
+                "-I" .. ROOT .. "/kernels",
                 "-I" .. ROOT .. "/runtime" }
 -- Halves are converted in hardware where that is there.
 if support.isa() ~= "plain" then FLAGS[#FLAGS + 1] = "-mf16c" end

@@ -76,7 +76,8 @@ local function make_tiny_project()
       cp "$root/lua/kvlab/$module.lua" lua/kvlab/$module.lua
     done
     cp -R "$root/lua/kvlab/shell/repl" "$root/lua/kvlab/shell/verbs.txt" lua/kvlab/shell
-    touch runtime/base.h runtime/core/backend.h kernels/kernels.h
+    mkdir -p kernels/args
+    touch runtime/base.h runtime/core/backend.h kernels/ops.h kernels/page.h kernels/args/a.h
     [ ! -d "$root/.deps" ] || cp -R "$root/.deps" .]])
   assert.equal("", problem)
   write("runtime/kvlab.h", [[

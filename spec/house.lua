@@ -50,8 +50,7 @@ end
 
 --- Where an include of a file may lie, in the order in which compilers look.
 local function candidates(path, name)
-  return { path:match "^(.*/)" .. name, "runtime/" .. name, "kernels/" .. name,
-           "kernels/cuda/" .. name }
+  return { path:match "^(.*/)" .. name, "runtime/" .. name, "kernels/" .. name }
 end
 
 --- The files of runtime/ and kernels/ and what they include. A header and the source of

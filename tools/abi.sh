@@ -4,7 +4,7 @@
 # abi.h has the hashes by which parts of kvlab that were built apart know each other:
 #   KVL_ABI              of the text between the ffi marks of base.h and kvlab.h: what Lua
 #                        reads against what the library was built with
-#   KVL_BACKEND_VERSION  of base.h, kernels.h and backend.h: what libkvlab.so and the CUDA
+#   KVL_BACKEND_VERSION  of base.h, the arguments of ops and backend.h: what libkvlab.so and the CUDA
 #                        plug-in were built with
 #
 # sources.h has the hashes of what an experiment's row says that it was computed with:
@@ -19,7 +19,8 @@ crc() { cksum | cut -d ' ' -f 1; }
 
 abi=$(awk '/ffi:begin/ { on = 1; next } /ffi:end/ { on = 0 } on' \
   runtime/base.h runtime/kvlab.h | crc)
-version=$(cat runtime/base.h kernels/kernels.h runtime/core/backend.h | crc)
+version=$(cat runtime/base.h kernels/ops.h kernels/page.h kernels/args/*.h runtime/core/backend.h |
+  crc)
 # put NAME: the header NAME becomes what is read.
 put() {
   cat >"$out/$1.$$"
@@ -42,6 +43,6 @@ headers=$(find runtime/base.h kernels -type f \( -name '*.h' -o -name '*.cuh' \)
 put sources.h <<END
 /* Written by tools/abi.sh. */
 #define KVL_SOURCES "$(hash ! -path '*/cuda/*' ! -path '*/dev/*')"
-#define KVL_SOURCES_CUDA "$(hash -path '*/cuda/*' -o -name base.h -o -name page.h -o -name kernels.h -o -name backend.h)"
+#define KVL_SOURCES_CUDA "$(hash -path '*/cuda/*' -o -name base.h -o -path 'kernels/*.h' ! -path '*/cpu/*' -o -name backend.h)"
 #define KVL_HEADERS "$headers"
 END

@@ -36,12 +36,11 @@ bundle() {
   for part in setup completion man; do cp "$root/tools/$part.sh" "$target/tools/"; done
   cp "$root/runtime/base.h" "$root/runtime/kvlab.h" "$target/runtime/"
   # What kernels made at run time are compiled with.
-  mkdir -p "$target/kernels/cpu" "$target/kernels/cuda"
-  for folder in . cpu cuda; do
-    for header in "$root/kernels/$folder"/*.h "$root/kernels/$folder"/*.cuh; do
-      [ ! -e "$header" ] || cp "$header" "$target/kernels/$folder/"
+  (cd "$root" && find kernels -path kernels/dev -prune -o -name '*.h' -print -o -name '*.cuh' -print) |
+    while read -r header; do
+      mkdir -p "$target/${header%/*}"
+      cp "$root/$header" "$target/$header"
     done
-  done
   cp "$bin/kvlab" "$target/bin/"
   cp "$bin/libkvlab.so" "$target/lib/"
   [ "$cuda" = off ] || cp "$bin/libkvlab_cuda.so" "$target/lib/"

@@ -8,7 +8,7 @@
 #ifndef KVL_CUDA_BARRIER_CUH
 #define KVL_CUDA_BARRIER_CUH
 
-#include "common.cuh"
+#include "cuda/common.cuh"
 
 namespace kvl {
 

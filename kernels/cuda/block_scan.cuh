@@ -2,7 +2,7 @@
 #ifndef KVL_CUDA_BLOCK_SCAN_CUH
 #define KVL_CUDA_BLOCK_SCAN_CUH
 
-#include "common.cuh"
+#include "cuda/common.cuh"
 
 namespace kvl {
 

@@ -10,7 +10,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "kernels.h"
+#include "ops.h"
 
 #ifndef __CUDACC_RTC__ /* NVRTC compiles kernels alone */
 

@@ -7,7 +7,7 @@
 
 #include <cuda_fp8.h>
 
-#include "common.cuh"
+#include "cuda/common.cuh"
 
 namespace kvl {
 

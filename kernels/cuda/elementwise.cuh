@@ -9,8 +9,8 @@
 #ifndef KVL_CUDA_ELEMENTWISE_CUH
 #define KVL_CUDA_ELEMENTWISE_CUH
 
-#include "divide.cuh"
-#include "programmatic.cuh"
+#include "cuda/divide.cuh"
+#include "cuda/programmatic.cuh"
 
 namespace kvl {
 

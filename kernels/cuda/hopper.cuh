@@ -13,7 +13,7 @@
 
 #include <type_traits>
 
-#include "barrier.cuh"
+#include "cuda/barrier.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define KVL_SM90A 1

@@ -4,7 +4,7 @@
 #ifndef KVL_CUDA_LAUNCH_CUH
 #define KVL_CUDA_LAUNCH_CUH
 
-#include "common.cuh"
+#include "cuda/common.cuh"
 
 #ifndef __CUDACC_RTC__ /* NVRTC compiles kernels alone */
 

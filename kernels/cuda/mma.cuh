@@ -7,7 +7,7 @@
 #ifndef KVL_CUDA_MMA_CUH
 #define KVL_CUDA_MMA_CUH
 
-#include "convert.cuh"
+#include "cuda/convert.cuh"
 
 namespace kvl {
 

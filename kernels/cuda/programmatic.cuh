@@ -16,7 +16,7 @@
 #ifndef KVL_CUDA_PROGRAMMATIC_CUH
 #define KVL_CUDA_PROGRAMMATIC_CUH
 
-#include "launch.cuh"
+#include "cuda/launch.cuh"
 
 namespace kvl {
 

@@ -6,7 +6,7 @@
 #ifndef KVL_CUDA_ROW_CUH
 #define KVL_CUDA_ROW_CUH
 
-#include "launch.cuh"
+#include "cuda/launch.cuh"
 
 namespace kvl {
 

@@ -6,8 +6,8 @@
 #ifndef KVL_CUDA_TEAM_CUH
 #define KVL_CUDA_TEAM_CUH
 
-#include "barrier.cuh"
-#include "programmatic.cuh"
+#include "cuda/barrier.cuh"
+#include "cuda/programmatic.cuh"
 
 namespace kvl {
 

@@ -54,8 +54,9 @@
 #include <cstring>
 #include <string>
 
+#include "args/attention.h"
 #include "late.cuh"
-#include "../cuda/paged_attention.cu"
+#include "cuda/attention/paged_attention.cu"
 
 extern "C" int kvl_dtype_bytes(int dtype) {
   return dtype == KVL_DTYPE_F32 ? 4 : dtype == KVL_DTYPE_F8E4M3 ? 1 : 2;

@@ -9,7 +9,7 @@
 #define KVL_DEV_LATE_CUH
 
 #include "dev.cuh"
-#include "programmatic.cuh"
+#include "cuda/programmatic.cuh"
 
 namespace dev {
 

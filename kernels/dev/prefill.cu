@@ -27,9 +27,10 @@
 #include <cstring>
 #include <string>
 
+#include "args/attention.h"
 #include "dev.cuh"
-#include "paged_prefill.cuh"
-#include "wgmma_launch.cuh"
+#include "cuda/attention/paged_prefill.cuh"
+#include "cuda/attention/wgmma_launch.cuh"
 
 using namespace kvl;
 using bf16 = __nv_bfloat16;

@@ -26,8 +26,9 @@
 #include <cstring>
 #include <thread>
 
-#include "../cuda/select.cu"
-#include "../cuda/topk.cu"
+#include "args/select.h"
+#include "cuda/select/select.cu"
+#include "cuda/select/topk.cu"
 
 #include "dev.cuh"
 

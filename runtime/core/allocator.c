@@ -7,6 +7,7 @@
  * core/free_memory.c has the lists, and says which sizes share memory and how much of it
  * stays. When the device has no room, everything that is free goes back to it, and the
  * allocation is tried again. */
+#include "args/elementwise.h"
 #include "core/allocator.h"
 
 /* Half of a GPU's memory may stay cached: a result is seldom larger than what it is computed

@@ -3,7 +3,7 @@
 #ifndef KVL_BACKEND_H
 #define KVL_BACKEND_H
 
-#include "kernels.h"
+#include "ops.h"
 
 /* Backend contexts, queues and marks are opaque to the runtime. When a call fails, `words`
  * (a buffer of KVL_WORDS_MAX bytes) receives the driver's own message. */

@@ -11,6 +11,12 @@
 #include <pthread.h>
 
 #include "cpu/queue.h"
+#include "args/attention.h"
+#include "args/elementwise.h"
+#include "args/index.h"
+#include "args/linear.h"
+#include "args/offload.h"
+#include "args/select.h"
 #include "hook.h"
 
 /* ---- jobs -------------------------------------------------------------------------- */

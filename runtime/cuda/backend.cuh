@@ -7,7 +7,7 @@
 #include <new>
 
 #include "core/backend.h"
-#include "common.cuh"
+#include "cuda/common.cuh"
 
 namespace kvl_cuda {
 

@@ -3,6 +3,7 @@
 #define KVL_OP_ARGS_H
 
 #include "core/call.h"
+#include "page.h"
 
 /* Checks pages of one layer and returns a view of them. format NULL: the shape and the dtype
  * of memory say it. `shape` names the dims that memory has then: a name of its own for the

@@ -3,6 +3,8 @@
  * not checked here. */
 #include <math.h>
 
+#include "args/attention.h"
+#include "args/select.h"
 #include "core/code.h"
 #include "hook.h"
 #include "ops/op_args.h"

@@ -1,5 +1,6 @@
 /* Ops that hash keys, and that score and select blocks by the hashes. Each function checks
  * the shapes and launches a kernel; kvlab.h describes the op. */
+#include "args/select.h"
 #include "ops/op_args.h"
 
 static int words_of(int64_t bits) { return (int)((bits + 63) / 64); }

@@ -3,6 +3,7 @@
  * op. */
 #include <math.h>
 
+#include "args/index.h"
 #include "ops/op_args.h"
 
 enum { HEADS_MAX = 64 };

@@ -1,5 +1,8 @@
 /* Elementwise ops, reductions, top-k, matmul, gathers and casts. Each function checks its
  * arguments, works out strides and launches a kernel; kvlab.h describes the op. */
+#include "args/elementwise.h"
+#include "args/linear.h"
+#include "args/select.h"
 #include "core/tensor.h"
 #include "ops/op_args.h"
 

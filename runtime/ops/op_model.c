@@ -1,5 +1,8 @@
 /* Transformer ops over the rows of tokens. Each function checks the shapes and launches a
  * kernel; kvlab.h describes the op. */
+#include "args/attention.h"
+#include "args/elementwise.h"
+#include "args/linear.h"
 #include "ops/op_args.h"
 
 int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tensor *weight,

@@ -1,6 +1,7 @@
 /* Ops that move KV blocks between the host tier and the device, and ops that decide which
  * blocks to move. Each function checks the shapes and launches a kernel; kvlab.h describes
  * the op. */
+#include "args/offload.h"
 #include "ops/op_args.h"
 
 /* The memory of an optional tensor that was checked, or NULL. */

@@ -1,5 +1,6 @@
 /* Ops that move elements to another shape, and ops along any one dim. Each function checks its
  * arguments, works out strides and launches a kernel; kvlab.h describes the op. */
+#include "args/elementwise.h"
 #include "core/tensor.h"
 #include "ops/op_args.h"
 

@@ -1,5 +1,6 @@
 /* Attention over lists of tokens: checks the shapes and launches the kernel. kvlab.h
  * describes the op. The places stay on the device, so their values are not checked here. */
+#include "args/attention.h"
 #include "ops/op_args.h"
 
 int kvl_token_attention(const kvl_tensor *q, const kvl_tensor *cache,

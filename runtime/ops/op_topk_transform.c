@@ -1,6 +1,7 @@
 /* Ops that turn the logits of tokens into the places of the best ones. Each function checks
  * the shapes and launches a kernel; kvlab.h describes the op. Lengths, tables and offsets
  * stay on the device, so their values are not checked here. */
+#include "args/index.h"
 #include "ops/op_args.h"
 
 static struct kvl_transform_view transform_args(struct kvl__call *c, const kvl_transform *t,

@@ -1,5 +1,6 @@
 /* Ops over vLLM's layout of KV memory. Each function checks the shapes and launches a kernel;
  * kvlab.h describes the op. */
+#include "args/attention.h"
 #include "ops/op_args.h"
 
 static int is_head_dim(int64_t d) {

@@ -1,4 +1,4 @@
---- Prints what is emitted in a prefill in C. kernels/cpu/emission.h has what does not
+--- Prints what is emitted in a prefill in C. kernels/cpu/attention/emission.h has what does not
 -- depend on the expressions.
 local c_printer = require "kvlab.kernel.c_printer"
 local c_text = require "kvlab.kernel.c_text"
@@ -173,7 +173,7 @@ function M.print(self)
   for _, text in ipairs(c_text.input_lines(plan, "seq", "row")) do
     lines[#lines + 1] = text
   end
-  return '#include "cpu/emission.h"\n\n' .. PROMPT:format(plan.sizes.token,
+  return '#include "cpu/attention/emission.h"\n\n' .. PROMPT:format(plan.sizes.token,
     plan.sizes.head, plan.sizes.dim, #plan.roots, c_text.struct(plan) .. "\n",
     query_functions(self), c_text.NUMBERS[plan.dtype],
     indented(lines, "    ") .. indented(fixed, "    "),

@@ -28,7 +28,7 @@ struct policy_hook {
 ]=]
 
 -- The kernels of attention that are compiled with a hook: header, then the kernel, whose
--- name is what kernels/cuda/paged_attention.cu asks for.
+-- name is what kernels/cuda/attention/paged_attention.cu asks for.
 local DECODE = [[
 extern "C" __global__ void __maxnreg__((kvl::decode_shape<%d, %s>::REGISTERS))
     decode_%s_%d%s(const __grid_constant__ kvl_paged_attention_args a,
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(kvl::prefill_shape<%d>::THREADS, 1)
 -- After each of them.
 local MEND = [[
 
-#include "paged_mend.cuh"
+#include "cuda/attention/paged_mend.cuh"
 extern "C" __global__ void __launch_bounds__(kvl::MEND_WARPS *kvl::WARP)
     mend_%s%s(const __grid_constant__ kvl_paged_attention_args a, const uint8_t *notes,
               const __grid_constant__ policy_hook hook) {
@@ -87,8 +87,8 @@ local function size_for(n, ...)
 end
 
 --- The header of the attention kernel of a shape, and the kernel with the hook. The rules
--- are those of launch_16bit and launch_f32_dim in kernels/cuda/paged_attention.cu, and of
--- wgmma_takes in kernels/cuda/wgmma_launch.cuh.
+-- are those of launch_16bit and launch_f32_dim in kernels/cuda/attention/paged_attention.cu, and of
+-- wgmma_takes in kernels/cuda/attention/wgmma_launch.cuh.
 local function attention_kernel(plan, target)
   local dim, group, q, kv = plan.sizes.dim, plan.sizes.head, plan.q_dtype, plan.dtype
   if q == "f32" then
@@ -96,7 +96,7 @@ local function attention_kernel(plan, target)
     local size = size_for(dim, 64, 128, 256)
     local phase = plan.is_prefill and "prefill" or "decode"
     local second = plan.is_prefill and "subgroups" or "place"
-    return "paged_f32.cuh", F32:format(CPP[kv], size, phase, SHORT[kv], size, rows,
+    return "paged_f32", F32:format(CPP[kv], size, phase, SHORT[kv], size, rows,
       plan.is_prefill and "int subgroups" or "kvl::split_place place", phase, CPP[kv],
       size, rows, second)
   end
@@ -104,16 +104,16 @@ local function attention_kernel(plan, target)
   local last = is_f8 and "_f8" or ""
   local mend = MEND:format(SHORT[q], last, CPP[q], CPP[kv])
   if plan.is_prefill and target == "sm_90a" and WGMMA_DIMS[dim] then
-    return "paged_wgmma.cuh", WGMMA:format(dim, tostring(is_f8), SHORT[q], dim, last,
+    return "paged_wgmma", WGMMA:format(dim, tostring(is_f8), SHORT[q], dim, last,
       CPP[q]) .. mend
   end
   if plan.is_prefill then
     local size = size_for(dim, 64, 96, 128, 192, 256)
-    return "paged_prefill.cuh", PREFILL:format(size, SHORT[q], size, last, CPP[q], size,
+    return "paged_prefill", PREFILL:format(size, SHORT[q], size, last, CPP[q], size,
       CPP[kv]) .. mend
   end
   local size = size_for(dim, 64, 128, 256)
-  return "paged_decode.cuh", DECODE:format(size, tostring(is_f8), SHORT[q], size, last,
+  return "paged_decode", DECODE:format(size, tostring(is_f8), SHORT[q], size, last,
     CPP[q], size, tostring(is_f8)) .. mend
 end
 
@@ -138,7 +138,7 @@ function M.hook(self, target)
     s.top = 2
   end)
   local header, text = attention_kernel(plan, target)
-  return ('#include "%s"\n#include "expression.cuh"\n\n'):format(header)
+  return ('#include "cuda/attention/%s.cuh"\n#include "cuda/expression.cuh"\n\n'):format(header)
     .. ("enum { TOKENS = %d };\n"):format(plan.sizes.token) .. shared.struct(plan) .. "\n"
     .. HOOK:format(tostring(plan.keeps or false), indented(lines, "    ")
       .. indented(body, "    ")) .. text

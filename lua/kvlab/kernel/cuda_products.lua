@@ -1,5 +1,5 @@
 --- Prints a score in CUDA whose sums over dim are matrix products (kernel/products.lua),
--- computed on the tensor cores. kernels/cuda/expression_products.cuh has what does not
+-- computed on the tensor cores. kernels/cuda/select/expression_products.cuh has what does not
 -- depend on the expression.
 --
 -- Rows come through a ring of tiles in shared memory. A warp multiplies each tile with
@@ -358,7 +358,7 @@ function M.print(self)
   end
   local fixed, rest = rest_lines(self)
   local starts = printer.fixed_lines(plan)
-  local text = '#include "expression_products.cuh"\n\n'
+  local text = '#include "cuda/select/expression_products.cuh"\n\n'
     .. ("enum { TOKENS = %d, DIM = %d, THREADS = %d, TEAM = %d, TEAMS = %d };\n"):format(
       plan.sizes.token, dim, ring.warps * WARP, self.team, WARP / self.team)
     .. shared.struct(plan) .. "\n"

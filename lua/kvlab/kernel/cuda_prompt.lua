@@ -3,7 +3,7 @@
 -- time. The warps multiply the tile with the keys on the tensor cores and leave the
 -- scores in shared memory. Then teams of lanes compute the expressions from these, each
 -- of one query and one block at a time. A block's sum has one order.
--- kernels/cuda/emission.cuh has what does not depend on the expressions.
+-- kernels/cuda/attention/emission.cuh has what does not depend on the expressions.
 local expression = require "kvlab.kernel.expression"
 local products = require "kvlab.kernel.cuda_products"
 local schedule = require "kvlab.kernel.schedule"
@@ -289,7 +289,7 @@ function M.print(plan, target)
       .. "sums[%d];"):format(i - 1, i - 1)
     ends[i] = ("((float *)a->emit_%s)[to] = total[%d];"):format(root.name, i - 1)
   end
-  local text = '#include "emission.cuh"\n\n'
+  local text = '#include "cuda/attention/emission.cuh"\n\n'
     .. HEAD:format(sizes.token, sizes.dim, sizes.head, #plan.roots, s.threads, s.team,
       s.blocks, s.keys, s.slice, s.stride, s.queries, s.rows, s.dim,
       printer.CPP[plan.dtype])

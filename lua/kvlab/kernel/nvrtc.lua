@@ -92,8 +92,7 @@ function M.compile(source, target)
   if status ~= 0 then return nil, ffi.string(lib.nvrtcGetErrorString(status)) end
   local list = { "--gpu-architecture=" .. target, "-std=c++17",
                  "--extra-device-vectorization", "-default-device",
-                 "-I" .. root .. "/kernels/cuda", "-I" .. root .. "/kernels",
-                 "-I" .. root .. "/runtime" }
+                 "-I" .. root .. "/kernels", "-I" .. root .. "/runtime" }
   local flags = ffi.new("const char *[?]", #list, list)
   status = lib.nvrtcCompileProgram(program[0], #list, flags)
   local image

@@ -211,7 +211,7 @@ function M.print(plan, target)
     self.each = math.ceil(plan.sizes.token / self.team)
   end
   local teams = THREADS / self.team
-  local text = title .. '#include "expression.cuh"\n\n'
+  local text = title .. '#include "cuda/expression.cuh"\n\n'
     .. ("enum { TOKENS = %d, DIM = %d, THREADS = %d, TEAM = %d, TEAMS = %d, VEC = %d, "
       .. "ITEMS = %d };\n"):format(plan.sizes.token, plan.sizes.dim, THREADS, self.team,
       teams, self.vec, self.items) .. shared.struct(plan) .. "\n"

@@ -64,7 +64,7 @@ __attribute__((visibility("default"))) int kvl_code(const void *arguments, void 
 ]]
 
 local WHOLE_CUDA = [[
-#include "expression.cuh"
+#include "cuda/expression.cuh"
 
 static void NAME(PARAMETERS);
 #line LINE

@@ -77,7 +77,7 @@ describe("a kernel in CUDA, run on the CPU", function()
   --- The status of a launch of one thread block of 64 threads, and what it wrote.
   local function run(body)
     local image, why = emulation.compile(([[
-      #include "expression.cuh"
+      #include "cuda/expression.cuh"
       enum { THREADS = 64 };
       struct arguments { float *out; };
       extern "C" __global__ void kvl_code(const __grid_constant__ arguments args) {

@@ -246,7 +246,7 @@ text = "void s(const float *x, int64_t n) {}"
       assert.matches("\n %* out = x %* 2 %*/\n", output)
       assert.matches("\nstatic void s%(const float %*x, int64_t n%);\n", output)
       assert.matches("\n %* out = mean_head%(sum_token%(", output)
-      assert.matches('\n#include "cpu/emission.h"\n', output) -- of a prefill
+      assert.matches('\n#include "cpu/attention/emission.h"\n', output) -- of a prefill
       assert.matches("\npolicy quest has no expressions: its kernels are ops\n", output)
       assert.matches("\n:kernel takes an expression, a map, a policy or a kernel of "
         .. "source text, given a number\n", output)

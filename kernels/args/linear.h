@@ -1,0 +1,64 @@
+/* Arguments of products, norms and rotations. Shapes, dtypes and meanings
+ * are those of runtime/kvlab.h; optional pointers may be NULL. */
+#ifndef KVL_ARGS_LINEAR_H
+#define KVL_ARGS_LINEAR_H
+
+#include "base.h"
+
+/* Batch strides are in elements. With b_stride 0, all batches share b. */
+struct kvl_matmul_args {
+  const void *a, *b;
+  void *out;
+  int64_t batch, m, n, k, a_stride, b_stride, out_stride;
+  void *workspace;
+  int32_t transpose_b, dtype, out_dtype;
+};
+
+/* norm may be f32 beside 16-bit rows, and so may out. form is a kvl_linear_form; a plain one
+ * may have several parts: outs[i] [rows, columns[i]] takes the next columns[i] of the result,
+ * and out is outs[0]. frozen: nothing that is under way writes the weight. */
+enum { KVL_LINEAR_PARTS = 3 };
+struct kvl_linear_args {
+  const void *x, *weight;
+  const void *norm, *bias; /* optional */
+  void *out;
+  int64_t rows, n, k; /* n: rows of weight */
+  void *workspace;
+  float eps;
+  int32_t form, frozen, dtype, norm_dtype, out_dtype, parts;
+  void *outs[KVL_LINEAR_PARTS];
+  int64_t columns[KVL_LINEAR_PARTS];
+};
+
+/* The i-th part as a call of its own. */
+static inline struct kvl_linear_args kvl__linear_part(const struct kvl_linear_args *g,
+                                                      int i) {
+  struct kvl_linear_args part = *g;
+  int64_t before = 0, element = g->dtype == KVL_DTYPE_F32 ? 4 : 2;
+  if (g->parts == 1) return part;
+  for (int j = 0; j < i; j++) before += g->columns[j];
+  part.weight = (const char *)g->weight + before * g->k * element;
+  if (g->bias) part.bias = (const char *)g->bias + before * element;
+  part.n = g->columns[i];
+  part.out = g->outs[i];
+  part.parts = 1;
+  return part;
+}
+struct kvl_rmsnorm_args {
+  const void *x;
+  void *residual; /* optional, in place */
+  const void *weight;
+  void *out;
+  int64_t rows, dim;
+  float eps;
+  int32_t dtype, weight_dtype;
+};
+struct kvl_rope_args {
+  void *x;
+  const int32_t *positions;
+  const float *inv_freq;
+  int64_t tokens, heads, head_dim, pairs;
+  int32_t dtype;
+};
+
+#endif

@@ -1,0 +1,212 @@
+/* What the two inner loops of paged attention share: the rows of a task, the walk over the
+ * keys that they see, and the state of an online softmax.
+ *
+ * A task is (sequence, KV head, tile of rows, segment of the block list). Its rows are
+ * consecutive pairs (query row, head of the group), ordered by query row, so that positions
+ * ascend and all rows of the tile read the same K and V. */
+#ifndef KVL_CPU_ATTENTION_H
+#define KVL_CPU_ATTENTION_H
+
+#include "args/attention.h"
+#include "cpu/dots.h"
+#include "cpu/lanes.h"
+#include "hook.h"
+
+/* A tile has enough keys to pay for the rescaling of the softmax, and so few that their K and
+ * V stay in the first-level cache at head_dim 64. A task has enough rows to pay for
+ * converting K and V once per task, and so few that Q and the sums stay in the second-level
+ * cache. */
+enum { TILE_KEYS = 64, TASK_ROWS = 128, FEW_ROWS = 8 };
+
+struct task {
+  const struct kvl_paged_attention_args *args;
+  const struct kvl_hooked_attention_args
+      *hooked;        /* NULL: neither a hook nor scores to keep */
+  int64_t seq, token; /* token: row of q that row 0 belongs to */
+  int64_t row;        /* index of row 0 in the sequence's query rows x group */
+  int kv_head, group, rows;
+  int32_t len;
+  int32_t position[TASK_ROWS] __attribute__((aligned(64))); /* in the sequence */
+  int32_t first[TASK_ROWS] __attribute__((aligned(64)));    /* of the window, or 0 */
+  float slope[TASK_ROWS] __attribute__((aligned(64)));      /* ALiBi, or 0 */
+};
+
+/* The sums of one task. Row r of `values` has dim_padded(head_dim) elements, which are still
+ * to be divided by sum[r]. Weights are e^(score - top). */
+struct sums {
+  float values[TASK_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64)));
+  float top[TASK_ROWS] __attribute__((aligned(64)));
+  float sum[TASK_ROWS] __attribute__((aligned(64)));
+};
+
+static inline int64_t task_token(const struct task *t, int i) {
+  return t->token + (t->row + i) / t->group;
+}
+static inline int64_t task_head(const struct task *t, int i) {
+  return (int64_t)t->kv_head * t->group + (t->row + i) % t->group;
+}
+
+/* ---- keys ------------------------------------------------------------------------- */
+
+/* The addresses of some valid keys, of one block or of several. The V of a key lies
+ * key_walk's `value` bytes after its K. */
+struct key_tile {
+  const char *k[TILE_KEYS];
+  int32_t position[TILE_KEYS];
+  int n;
+};
+
+struct key_walk {
+  const char *cache; /* K of this KV head in block 0 */
+  const int32_t *table, *selection;
+  const int32_t *slots;  /* blocks, one per entry of selection; NULL: as in table */
+  const int32_t *tokens; /* places of single tokens; NULL: walk over blocks */
+  int64_t blocks, bytes_block, bytes_token, value;
+  int64_t entry, entry_end; /* index into the selection, or logical block */
+  int64_t start, end;       /* positions of keys that some row may see */
+  int64_t position;         /* of the next token of the open block */
+  int64_t left;             /* tokens of the open block still to come */
+  const char *next;
+  int32_t block_size;
+};
+
+/* Opens the next block that exists. Returns 0 if there is none. Entries of the table,
+ * selection or slots that are out of range are skipped, because their memory must not be
+ * read. */
+static inline int walk_block(struct key_walk *w) {
+  while (w->left == 0 && w->entry < w->entry_end) {
+    int64_t entry = w->entry++, logical = w->selection ? w->selection[entry] : entry;
+    int64_t begin = logical * w->block_size, end = begin + w->block_size;
+    if (logical < 0 || begin >= w->end || end <= w->start) continue;
+    int64_t block = w->slots ? w->slots[entry] : w->table[logical];
+    if (block < 0 || block >= w->blocks) continue;
+    w->position = begin > w->start ? begin : w->start;
+    w->next = w->cache + block * w->bytes_block + (w->position - begin) * w->bytes_token;
+    w->left = (end < w->end ? end : w->end) - w->position;
+  }
+  return w->left > 0;
+}
+
+/* Takes the next tokens of a list. Such tokens have no positions. */
+static inline void walk_tokens(struct key_walk *w, struct key_tile *tile) {
+  int n = 0;
+  for (; n < TILE_KEYS && w->entry < w->entry_end; w->entry++) {
+    int64_t place = w->tokens[w->entry], block = place / w->block_size;
+    if (place < 0 || block >= w->blocks) continue;
+    tile->k[n] = w->cache + block * w->bytes_block + place % w->block_size * w->bytes_token;
+    tile->position[n++] = 0;
+  }
+  tile->n = n;
+}
+
+static inline void walk_tile(struct key_walk *w, struct key_tile *tile) {
+  if (w->tokens) {
+    walk_tokens(w, tile);
+    return;
+  }
+  int n = 0;
+  while (n < TILE_KEYS && walk_block(w)) {
+    int take = w->left < TILE_KEYS - n ? (int)w->left : TILE_KEYS - n;
+    for (int i = 0; i < take; i++) {
+      tile->k[n + i] = w->next + i * w->bytes_token;
+      tile->position[n + i] = (int32_t)(w->position + i);
+    }
+    w->next += take * w->bytes_token;
+    w->position += take;
+    w->left -= take;
+    n += take;
+  }
+  tile->n = n;
+}
+
+/* The task's row of a list [seqs, heads, max_selected]; heads is 1 if all KV heads share a
+ * row. */
+static inline int64_t list_row(const struct task *t, int64_t heads) {
+  return t->seq * heads + (heads > 1 ? t->kv_head : 0);
+}
+
+/* The walk of task `t` over entries [begin, end) of its block list. */
+static inline struct key_walk walk_open(const struct task *t, int64_t begin, int64_t end) {
+  const struct kvl_paged_attention_args *a = t->args;
+  const struct kvl_pages *c = &a->cache;
+  const int64_t key = kvl__strip_at(c, &c->key, 0, t->kv_head);
+  int64_t seen = t->len;
+  if (a->causal && t->position[t->rows - 1] + 1 < seen) seen = t->position[t->rows - 1] + 1;
+  int64_t list = a->max_selected * list_row(t, a->selection_heads);
+  int64_t slots = a->max_selected * list_row(t, a->slot_heads);
+  int64_t entries = a->selection ? a->max_selected : a->max_blocks;
+  return (struct key_walk){
+      .cache = (const char *)c->memory + key,
+      .table = a->tables + t->seq * a->max_blocks,
+      .selection = a->selection ? a->selection + list : NULL,
+      .slots = a->slots ? a->slots + slots : NULL,
+      .blocks = c->blocks,
+      .bytes_block = c->bytes_page,
+      .bytes_token = c->key.bytes_row,
+      .value = kvl__strip_at(c, &c->value, 0, t->kv_head) - key,
+      .entry = begin,
+      .entry_end = end < entries ? end : entries,
+      .start = t->first[0],
+      .end = seen,
+      .block_size = c->block_size,
+  };
+}
+
+/* ---- scores ----------------------------------------------------------------------- */
+
+/* The factor of q with which its dot products with stored keys are scores or, if there is a
+ * soft cap, arguments of its tanh. */
+static inline float query_scale(const struct task *t) {
+  const struct kvl_paged_attention_args *a = t->args;
+  float scale = a->cache.k_scale ? a->scale * a->cache.k_scale[t->kv_head] : a->scale;
+  return a->soft_cap > 0 ? scale / a->soft_cap : scale;
+}
+
+/* The first position that a draft tree says something about; without one, INT32_MAX. */
+static inline int32_t tree_begin(const struct task *t) {
+  return t->args->tree ? t->len - 64 * t->args->tree_words : INT32_MAX;
+}
+
+/* Does the tree hide the key at `position`, which is tree_begin or later, from row r? */
+static inline int tree_hides(const struct task *t, int r, int32_t position) {
+  const uint64_t *seen = t->args->tree + task_token(t, r) * t->args->tree_words;
+  int32_t back = t->len - 1 - position;
+  return !(seen[back / 64] >> (back % 64) & 1);
+}
+
+/* Is part of the tile hidden from a row that sees positions [first, own]? They ascend. */
+static inline int hides_keys(const struct task *t, const struct key_tile *tile, int n,
+                             int32_t first, int32_t own) {
+  return (t->args->causal && tile->position[n - 1] > own) || tile->position[0] < first ||
+         tile->position[n - 1] >= tree_begin(t);
+}
+
+/* Calls the hook for row r of the task and the keys of a tile. */
+static inline void hook_row(const struct task *t, int r, const int32_t *positions, int n,
+                            float *scores) {
+  const struct kvl_paged_attention_args *a = t->args;
+  const struct kvl_hook_row row = {.seq = t->seq,
+                                   .kv_heads = a->cache.kv_heads,
+                                   .kv_head = t->kv_head,
+                                   .head = (int32_t)((t->row + r) % t->group),
+                                   .length = t->len,
+                                   .query_position = t->position[r]};
+  ((kvl_hook *)t->hooked->hook)(t->hooked->arguments, &row, positions, n, scores);
+}
+
+/* Where the score of row r and the key at position 0 is kept. */
+static inline float *kept_scores(const struct task *t, int r) {
+  const struct kvl_paged_attention_args *a = t->args;
+  int64_t row = task_token(t, r) * a->heads + task_head(t, r);
+  return t->hooked->scores + row * a->max_blocks * a->cache.block_size;
+}
+
+/* Attends from up to FEW_ROWS rows to the keys of a walk (attention_few.h). */
+void KVL_CPU_NAME(attend_few)(const struct task *t, struct key_walk walk, struct sums *s);
+
+static inline void sums_clear(struct sums *s, int rows, int padded) {
+  memset(s->values, 0, (size_t)rows * padded * sizeof(float));
+  for (int i = 0; i < rows; i++) s->top[i] = -INFINITY, s->sum[i] = 0;
+}
+
+#endif

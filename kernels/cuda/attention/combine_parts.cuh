@@ -1,0 +1,81 @@
+/* Joins partial softmaxes: the shared part of paged_combine and wgmma_combine. */
+#ifndef KVL_CUDA_COMBINE_PARTS_CUH
+#define KVL_CUDA_COMBINE_PARTS_CUH
+
+#include "cuda/attention/paged.cuh"
+#include "cuda/programmatic.cuh"
+
+namespace kvl {
+
+constexpr int COMBINE_WARPS = 8, COMBINE_AT_ONCE = 5;
+
+/* How the lanes of a warp share the partial results of a row: it takes 4 * dim_lanes dims and
+ * reads 32 / dim_lanes of them side by side, up to five in flight per lane. */
+inline int combine_dim_lanes(int64_t parts) {
+  int dim_lanes = WARP;
+  while (dim_lanes > 1 && WARP / dim_lanes * COMBINE_AT_ONCE < parts) dim_lanes /= 2;
+  return dim_lanes;
+}
+struct combine_lanes {
+  int dim_lanes, side, mine;
+  __device__ explicit combine_lanes(int n)
+      : dim_lanes(n), side(WARP / n), mine(threadIdx.x % WARP / n) {}
+  /* The dim of this lane's four, of the warp's piece number `piece` of a row. */
+  __device__ int dim(int piece) const {
+    return (piece * dim_lanes + threadIdx.x % WARP % dim_lanes) * 4;
+  }
+};
+/* Joins `count` partial results, of which number i has row part(i) of `out` [, head_dim] and
+ * `lse`; each SM has a few, so 32 bits count their numbers. All lanes get the maximum and the
+ * sum of weights, and lanes with mine == 0 their four dims. */
+template <class F>
+__device__ __forceinline__ void join_parts(const combine_lanes &l, const float *out,
+                                           const float *lse_of, int head_dim, int dim,
+                                           int count, F part, float (&x)[4], float &m,
+                                           float &sum) {
+  m = -INFINITY;
+  sum = x[0] = x[1] = x[2] = x[3] = 0.f;
+  for (int base = l.mine; base < count; base += COMBINE_AT_ONCE * l.side) {
+    float lse[COMBINE_AT_ONCE];
+    float4 y[COMBINE_AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < COMBINE_AT_ONCE; j++) {
+      const int i = base + j * l.side;
+      const uint32_t row = part(i);
+      lse[j] = i < count ? lse_of[row] : -INFINITY;
+      y[j] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (i < count && dim < head_dim) y[j] = *(const float4 *)(out + row * head_dim + dim);
+    }
+    float top = m;
+#pragma unroll
+    for (int j = 0; j < COMBINE_AT_ONCE; j++) top = fmaxf(top, lse[j]);
+    const float shift = finite_shift(top), down = exp2_fast(m - shift);
+    m = top;
+    sum *= down;
+#pragma unroll
+    for (int e = 0; e < 4; e++) x[e] *= down;
+#pragma unroll
+    for (int j = 0; j < COMBINE_AT_ONCE; j++) {
+      const float weight = exp2_fast(lse[j] - shift);
+      sum += weight;
+      x[0] += weight * y[j].x;
+      x[1] += weight * y[j].y;
+      x[2] += weight * y[j].z;
+      x[3] += weight * y[j].w;
+    }
+  }
+  const float top = warp_max(m), down = exp2_fast(m - finite_shift(top));
+  m = top;
+  sum *= down;
+#pragma unroll
+  for (int e = 0; e < 4; e++) x[e] *= down;
+  for (int step = l.dim_lanes; step < WARP; step *= 2) {
+    sum += __shfl_xor_sync(ALL_LANES, sum, step);
+#pragma unroll
+    for (int e = 0; e < 4; e++) x[e] += __shfl_xor_sync(ALL_LANES, x[e], step);
+  }
+}
+
+}  // namespace kvl
+
+#endif

@@ -1,0 +1,33 @@
+/* The hook of an attention kernel (hook.h). Kernels are compiled without one (no_hook) and,
+ * while the program runs, by NVRTC with the hook of a policy, a struct that
+ * lua/kvlab/kernel/print_cuda.lua writes:
+ *   ACTIVE, KEEPS     whether it changes scores, and whether they are kept
+ *   scores, room      where: f32 [tokens, heads, room], by position
+ *   operator()(score, row, position)   the new score; scores are in base 2 */
+#ifndef KVL_CUDA_HOOK_CUH
+#define KVL_CUDA_HOOK_CUH
+
+#include "cuda/attention/paged.cuh"
+
+namespace kvl {
+
+/* The query row whose scores a hook changes; head is the one of its KV head's group. */
+struct hook_row {
+  int64_t seq;
+  int kv_heads, kv_head, head, length, query_position;
+};
+
+struct no_hook {
+  static constexpr bool ACTIVE = false, KEEPS = false;
+};
+
+/* Keeps the score of row `row` of [tokens, heads] and the key at `position`. */
+template <class H>
+__device__ __forceinline__ void keep_score(const H &hook, int64_t row, int position,
+                                           float score) {
+  if constexpr (H::KEEPS) hook.scores[row * hook.room + position] = score * LN2;
+}
+
+}  // namespace kvl
+
+#endif

@@ -1,0 +1,77 @@
+/* The host's side of an attention kernel with a hook: finds the kernel in the library that
+ * NVRTC compiled, and launches it. Its name says its shape, so that a library which was
+ * compiled for another one is refused. */
+#ifndef KVL_CUDA_HOOK_LAUNCH_CUH
+#define KVL_CUDA_HOOK_LAUNCH_CUH
+
+#include <stdio.h>
+
+#include "args/attention.h"
+#include "cuda/convert.cuh"
+#include "cuda/driver.cuh"
+#include "hook.h"
+#include "cuda/launch.cuh"
+
+namespace kvl {
+
+template <class T> constexpr const char *type_name = "f32";
+template <> inline constexpr const char *type_name<__half> = "f16";
+template <> inline constexpr const char *type_name<__nv_bfloat16> = "bf16";
+template <> inline constexpr const char *type_name<f8e4m3> = "f8";
+
+/* What a kernel gets of a hook: the policy's struct has the same layout (print_cuda.lua). */
+struct hook_argument {
+  float *scores;
+  int64_t room;
+  uint64_t arguments[KVL_HOOK_ARGUMENTS_MAX / 8];
+};
+
+struct hook_kernel {
+  char name[64];
+  int grid_x, grid_y, threads, bytes_shared;
+  bool programmatic;
+};
+
+inline int hook_failed(CUresult error, const char *what) {
+  return kvl_cuda::fail(KVL_ERR_DEVICE, "a hook's %s: %s", what, driver_words(error));
+}
+
+/* params: the kernel's parameters before the hook, two or three. */
+inline int launch_hooked(const kvl_hooked_attention_args &h, const hook_kernel &k,
+                         const void *param0, const void *param1, const kvl_cuda_queue *q,
+                         const void *param2 = nullptr) {
+  const library_functions &f = the_driver();
+  CUkernel kernel;
+  CUresult error = f.get_kernel(&kernel, (CUlibrary)h.hook, k.name);
+  if (error != CUDA_SUCCESS) return hook_failed(error, k.name);
+  if (k.bytes_shared > 48 << 10) {
+    error = f.set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, k.bytes_shared,
+                            kernel, q->device);
+    if (error != CUDA_SUCCESS) return hook_failed(error, "shared memory");
+  }
+  const kvl_paged_attention_args &a = h.base;
+  hook_argument hook;
+  hook.scores = h.scores;
+  hook.room = a.max_blocks * a.cache.block_size;
+  for (int i = 0; i < KVL_HOOK_ARGUMENTS_MAX / 8; i++) hook.arguments[i] = h.arguments[i];
+  CUlaunchAttribute attribute = {};
+  attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  attribute.value.programmaticStreamSerializationAllowed = 1;
+  CUlaunchConfig config = {};
+  config.gridDimX = k.grid_x;
+  config.gridDimY = k.grid_y;
+  config.gridDimZ = 1;
+  config.blockDimX = k.threads;
+  config.blockDimY = config.blockDimZ = 1;
+  config.sharedMemBytes = k.bytes_shared;
+  config.hStream = q->stream;
+  config.attrs = &attribute;
+  config.numAttrs = k.programmatic && is_hopper(q) ? 1 : 0;
+  void *params[] = {(void *)param0, (void *)param1, param2 ? (void *)param2 : &hook, &hook};
+  error = f.launch(&config, (CUfunction)kernel, params, nullptr);
+  return error == CUDA_SUCCESS ? KVL_OK : hook_failed(error, "launch");
+}
+
+}  // namespace kvl
+
+#endif

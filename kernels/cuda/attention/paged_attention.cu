@@ -1,0 +1,364 @@
+/* out = softmax(scale * q k^T + bias) v over paged keys and values, or over a selection of
+ * them. prev_out and prev_lse may give an attention over other keys, which is merged in.
+ *
+ *   q          f32 f16 bf16  [tokens, heads, head_dim]
+ *   cache      like q or f8e4m3, any dtype for f32 q  [blocks, 2, kv_heads, block_size,
+ *                            head_dim], with k_scale, v_scale f32 [kv_heads] of f8e4m3
+ *   tables     i32           [seqs, max_blocks]
+ *   lens       i32           [seqs]
+ *   starts     i32           [seqs + 1]                 NULL: decode
+ *   selection  i32           [seqs, kv_heads or 1, max_selected]  optional
+ *   slots      i32           [seqs, kv_heads or 1, max_selected]  optional, replaces tables
+ *   alibi      f32           [heads]                    optional
+ *   prev_out   f32           [tokens, heads, head_dim]  optional; out may be prev_out
+ *   prev_lse   f32           [tokens, heads]            optional
+ *   out        like q or f32 [tokens, heads, head_dim]
+ *   lse        f32           [tokens, heads]            optional
+ * q, cache, prev_out and out are 16-byte aligned; head_dim is a multiple of 8 up to 256.
+ *
+ * Kernels   paged_decode.cuh   16-bit q, decode: tensor cores, split-KV
+ *           paged_split.cuh    divides a decode's work; paged_combine.cuh joins the results
+ *           paged_wgmma.cuh    16-bit q on Hopper, several new tokens a sequence or groups of
+ *                              more than 16 heads: TMA, wgmma, split-KV where there are few
+ *                              rows; wgmma_plan.cuh divides its work
+ *           paged_prefill.cuh  16-bit prefill elsewhere, and other head_dims
+ *           paged_mend.cuh     after both: rows in which V of unseen keys was NaN
+ *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
+ *           hook.cuh           all of them can be compiled with a hook at run time
+ * Bytes     decode: 2 * keys * head_dim * element a KV head, once; limit: memory
+ * Flops     prefill: 4 * rows * keys * head_dim a head; limit: tensor cores
+ * Tolerance 16-bit: P is rounded to q's dtype before P V (in decode over f8e4m3 to f16), so
+ *           2^-9 (bf16) or 2^-12 (f16) of the largest |v| plus the rounding of out; lse 1e-4.
+ *           f32: 1e-5 relative.
+ * Best      decode, H100 80GB HBM3, 2026-11-21, bf16, 32/8 heads, head_dim 128, block 16,
+ *           random tables, L2 flushed, median of 30; R = read-only sum of the same run:
+ *             16 x 32K  0.985 R    1 x 32K   55.2 us   1 x 128K  186 us   8 x 4K  56.1 us
+ *             16 x 8K   188 us     64 x 4K   365 us    Zipf batch of 32   0.981 R
+ *             selected, 10% of 16 x 32K  86.2 us; 5% of 1 x 128K  21.4 us
+ *           f8e4m3 16 x 32K 367 us, 0.949 R of half the bytes; f32 q 16 x 32K 726 us, 0.958 R
+ *           (R 3088 GB/s; `kvlab bench` of 066100f, R 3166: 0.99 R and 183, 184, 356 us)
+ *           The other shapes, and versions with their times: kernels/dev/decode.cu
+ * Source    Dao et al. 2022 (online softmax), Dao 2023 (split-KV decoding), Kwon et al. 2023
+ *           (paging), Osama et al. 2023 (stream-K). Deterministic: shares join in order.
+ *
+ * Grids depend only on sizes that the host knows. Lengths, tables, selections and starts are
+ * read on the device, so a captured launch serves later steps. */
+#include "args/attention.h"
+#include "cuda/attention/hook_launch.cuh"
+#include "cuda/attention/paged_combine.cuh"
+#include "cuda/attention/paged_decode.cuh"
+#include "cuda/attention/paged_f32.cuh"
+#include "cuda/attention/paged_mend.cuh"
+#include "cuda/attention/paged_prefill.cuh"
+#include "cuda/attention/wgmma_launch.cuh"
+
+namespace kvl {
+namespace {
+
+using hooked = kvl_hooked_attention_args;
+
+/* How many query rows a decode kernel packs together: a group's K and V are read once for
+ * each pack. */
+int decode_rows(const kvl_paged_attention_args &a) {
+  int group = (int)(a.heads / a.cache.kv_heads);
+  if (a.dtype != KVL_DTYPE_F32) return 16;
+  return group == 1 ? 1 : group <= 4 ? 4 : 8;
+}
+
+/* The shape of the decode kernel for a call; the size of the workspace depends on it, too. */
+struct decode_kind {
+  int tile_keys, warps, blocks, most_team; /* blocks: per SM at once */
+};
+template <class S> constexpr decode_kind kind_of() {
+  return {S::KEYS, S::WARPS, S::BLOCKS, S::TEAM};
+}
+template <template <int> class S> decode_kind kind_of_dim(int d) {
+  return d <= 64 ? kind_of<S<64>>() : d <= 128 ? kind_of<S<128>>() : kind_of<S<256>>();
+}
+template <int D> using shape_16bit = decode_shape<D, false>;
+template <int D> using shape_f8 = decode_shape<D, true>;
+template <int D> using shape_f32 = f32_shape<float, D>;
+template <int D> using shape_f32_half = f32_shape<__half, D>;
+template <int D> using shape_f32_f8 = f32_shape<f8e4m3, D>;
+decode_kind decode_kind_of(const kvl_paged_attention_args &a) {
+  const int d = a.cache.key.dim;
+  const bool f8 = a.cache.codec == KVL_DTYPE_F8E4M3;
+  if (a.dtype != KVL_DTYPE_F32)
+    return f8 ? kind_of_dim<shape_f8>(d) : kind_of_dim<shape_16bit>(d);
+  if (a.cache.codec == KVL_DTYPE_F32) return kind_of_dim<shape_f32>(d);
+  return f8 ? kind_of_dim<shape_f32_f8>(d) : kind_of_dim<shape_f32_half>(d);
+}
+
+/* How many rows of partial results the workspace holds. */
+int64_t count_parts(const kvl_paged_attention_args &a, const split_place &p) {
+  return (p.shares + (a.seqs < p.shares ? a.seqs : p.shares)) * (int64_t)p.units.by * p.rows;
+}
+/* Does a decode note rows to mend? A hook may hide a key from one head and show it to another. */
+bool decode_notes(const kvl_paged_attention_args &a, bool hooked) {
+  return hooked && a.dtype != KVL_DTYPE_F32;
+}
+size_t place_bytes(const kvl_paged_attention_args &a, const split_place &p, bool hooked) {
+  const size_t notes = decode_notes(a, hooked) ? note_bytes(a) : 0;
+  if (p.shares == 1) return notes;
+  return notes + count_parts(a, p) * (a.cache.key.dim + 1) * sizeof(float);
+}
+
+/* How a decode is cut: into as many shares as a unit has teams on the device at once, unless
+ * some of them would have nothing to do. */
+split_place decode_place(const kvl_paged_attention_args &a, int sm_count, bool hooked) {
+  const int group = (int)(a.heads / a.cache.kv_heads), rows = decode_rows(a);
+  const decode_kind kind = decode_kind_of(a);
+  split_place p = {};
+  const int subgroups = ceil_div(group, rows), units = a.cache.kv_heads * subgroups;
+  p.group = group;
+  p.rows = group < rows ? group : rows;
+  p.units = divisor(units);
+  p.subgroups = divisor(subgroups);
+  p.block = divisor(a.cache.block_size);
+  const int64_t room = a.max_blocks * a.cache.block_size;
+  p.most_keys = (int)(room < INT_MAX ? room : INT_MAX);
+  p.chunk = WARP * ceil_div(a.seqs, WARP * PLAN_CHUNKS);
+  p.chunks = ceil_div(a.seqs, p.chunk);
+  while (1 << p.tile_shift < kind.tile_keys) p.tile_shift++;
+  /* With more warps in a team there are fewer partial results to join. A team gets as many
+   * warps as leave every sequence four shares. */
+  const int64_t warps = (int64_t)sm_count * kind.blocks * kind.warps;
+  while (p.team() < kind.most_team) p.team_shift++;
+  while (p.team() > 1 && warps / p.team() / units < 4 * a.seqs) p.team_shift--;
+  /* A share reads at least 8 times the bytes of its partial result. */
+  const int dtype = a.cache.codec;
+  const int bytes = dtype == KVL_DTYPE_F8E4M3 ? 1 : dtype == KVL_DTYPE_F32 ? 4 : 2;
+  p.least = ceil_div(8 * p.rows * (int)sizeof(float), 2 * bytes * kind.tile_keys);
+  if (p.least < p.team()) p.least = p.team();
+  const int64_t keys = (a.selection ? a.max_selected : a.max_blocks) * a.cache.block_size;
+  const int64_t tiles = a.seqs * (ceil_div(keys, kind.tile_keys) + 1) / p.least;
+  const int64_t most = warps / p.team() / units, shares = tiles < most ? tiles : most;
+  p.shares = shares < 1 ? 1 : (int)shares;
+  char *at = (char *)a.workspace;
+  if (decode_notes(a, hooked)) p.notes = (uint8_t *)at, at += note_bytes(a);
+  p.out = (float *)at;
+  p.lse = p.out + count_parts(a, p) * a.cache.key.dim;
+  return p;
+}
+
+int launch_combine(const kvl_paged_attention_args &a, const split_place &p,
+                   const kvl_cuda_queue *q) {
+  if (p.shares == 1) return KVL_OK;
+  int status = prefer_shared<paged_combine>(q);
+  if (status < 0) return status;
+  int64_t cuts = a.seqs < p.shares ? a.seqs : p.shares, parts = p.shares / cuts + 2;
+  const int dim_lanes = combine_dim_lanes(parts);
+  int64_t items = cuts * p.units.by * p.rows * ceil_div(a.cache.key.dim / 4, dim_lanes);
+  int64_t blocks = ceil_div(items, COMBINE_WARPS), full = 4 * (int64_t)q->sm_count;
+  return launch_programmatic(paged_combine, (unsigned)(blocks < full ? blocks : full),
+                             COMBINE_WARPS * WARP, 0, q, a, p, dim_lanes);
+}
+
+/* How many thread blocks a decode has. */
+int decode_blocks(const split_place &p, int warps) {
+  return ceil_div((int64_t)p.shares * p.units.by, warps / p.team());
+}
+
+template <class T, int D, bool F8>
+int launch_decode(const hooked &h, const kvl_cuda_queue *q) {
+  using shape = decode_shape<D, F8>;
+  const kvl_paged_attention_args &a = h.base;
+  const split_place place = decode_place(a, q->sm_count, h.hook);
+  const int blocks = decode_blocks(place, shape::WARPS);
+  if (h.hook) {
+    hook_kernel k = {"", blocks, 1, shape::WARPS * WARP, shape::SHARED_BYTES, true};
+    snprintf(k.name, sizeof k.name, "decode_%s_%d%s", type_name<T>, D, F8 ? "_f8" : "");
+    int status = launch_hooked(h, k, &a, &place, q);
+    return status < 0 ? status : launch_combine(a, place, q);
+  }
+  int status = allow_shared<paged_decode<T, D, F8>>(q, shape::SHARED_BYTES);
+  if (status == KVL_OK) status = prefer_shared<paged_decode<T, D, F8>>(q);
+  if (status < 0) return status;
+  status = launch_programmatic(paged_decode<T, D, F8>, blocks, shape::WARPS * WARP,
+                               shape::SHARED_BYTES, q, a, place);
+  return status < 0 ? status : launch_combine(a, place, q);
+}
+
+template <class T, int D, class C = T>
+int launch_prefill(const hooked &h, const kvl_cuda_queue *q) {
+  using shape = prefill_shape<D>;
+  const kvl_paged_attention_args &a = h.base;
+  int group = (int)(a.heads / a.cache.kv_heads), subgroups = ceil_div(group, shape::ROWS);
+  int tokens_tile = shape::ROWS / group > 1 ? shape::ROWS / group : 1;
+  dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
+  uint8_t *notes = (uint8_t *)a.workspace;
+  if (h.hook) {
+    hook_kernel k = {"", (int)grid.x, (int)grid.y, shape::THREADS, shape::SHARED_BYTES};
+    snprintf(k.name, sizeof k.name, "prefill_%s_%d%s", type_name<T>, D,
+             same<T, C> ? "" : "_f8");
+    return launch_hooked(h, k, &a, &subgroups, q, &notes);
+  }
+  int status = allow_shared<paged_prefill<T, D, C>>(q, shape::SHARED_BYTES);
+  if (status < 0) return status;
+  paged_prefill<T, D, C>
+      <<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, subgroups, notes);
+  return launch_mend<T, C>(a, q);
+}
+
+template <class T, int D, int ROWS> int launch_f32(const hooked &h, const kvl_cuda_queue *q) {
+  using shape = f32_shape<T, D>;
+  const kvl_paged_attention_args &a = h.base;
+  const int group = (int)(a.heads / a.cache.kv_heads), subgroups = ceil_div(group, ROWS);
+  constexpr int THREADS = shape::WARPS * WARP, BYTES = shape::SHARED_BYTES;
+  hook_kernel k = {"", 1, 1, THREADS, BYTES, !a.starts};
+  snprintf(k.name, sizeof k.name, "f32_%s_%s_%d_%d", a.starts ? "prefill" : "decode",
+           type_name<T>, D, ROWS);
+  if (a.starts) {
+    int tokens_tile = ROWS / group > 1 ? ROWS / group : 1;
+    dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
+    k.grid_x = (int)grid.x, k.grid_y = (int)grid.y;
+    if (h.hook) return launch_hooked(h, k, &a, &subgroups, q);
+    int status = allow_shared<paged_f32_prefill<T, D, ROWS>>(q, BYTES);
+    if (status < 0) return status;
+    paged_f32_prefill<T, D, ROWS><<<grid, THREADS, BYTES, q->stream>>>(a, subgroups);
+    return KVL_OK;
+  }
+  const split_place place = decode_place(a, q->sm_count, h.hook);
+  const int blocks = decode_blocks(place, shape::WARPS);
+  if (h.hook) {
+    k.grid_x = blocks;
+    int status = launch_hooked(h, k, &a, &place, q);
+    return status < 0 ? status : launch_combine(a, place, q);
+  }
+  int status = allow_shared<paged_f32_decode<T, D, ROWS>>(q, BYTES);
+  if (status < 0) return status;
+  status = launch_programmatic(paged_f32_decode<T, D, ROWS>, blocks, THREADS, BYTES, q, a,
+                               place);
+  return status < 0 ? status : launch_combine(a, place, q);
+}
+
+template <class T, int D> int launch_f32_rows(const hooked &h, const kvl_cuda_queue *q) {
+  int rows = h.base.starts ? 8 : decode_rows(h.base);
+  if (rows == 1) return launch_f32<T, D, 1>(h, q);
+  if (rows == 4) return launch_f32<T, D, 4>(h, q);
+  return launch_f32<T, D, 8>(h, q);
+}
+
+template <class T> int launch_f32_dim(const hooked &h, const kvl_cuda_queue *q) {
+  int d = h.base.cache.key.dim;
+  if (d <= 64) return launch_f32_rows<T, 64>(h, q);
+  if (d <= 128) return launch_f32_rows<T, 128>(h, q);
+  return launch_f32_rows<T, 256>(h, q);
+}
+
+/* A decode waits for memory, so padding its dims costs nothing. */
+template <class T, bool F8> int launch_decode_dim(const hooked &h, const kvl_cuda_queue *q) {
+  int d = h.base.cache.key.dim;
+  if (d <= 64) return launch_decode<T, 64, F8>(h, q);
+  if (d <= 128) return launch_decode<T, 128, F8>(h, q);
+  return launch_decode<T, 256, F8>(h, q);
+}
+
+template <class T, class C> int launch_prefill_dim(const hooked &h, const kvl_cuda_queue *q) {
+  int d = h.base.cache.key.dim;
+  if (d <= 64) return launch_prefill<T, 64, C>(h, q);
+  if (d <= 96) return launch_prefill<T, 96, C>(h, q);
+  if (d <= 128) return launch_prefill<T, 128, C>(h, q);
+  if (d <= 192) return launch_prefill<T, 192, C>(h, q);
+  return launch_prefill<T, 256, C>(h, q);
+}
+
+template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cuda_queue *q) {
+  const kvl_paged_attention_args &a = h.base;
+  return with_wgmma_shape<D>(a, true, [&](auto s) {
+    using shape = decltype(s);
+    wgmma_plan plan;
+    plan_wgmma<shape>(a, q->device, q->sm_count, plan);
+    return launch_planned<T, shape>(
+        a, plan, true, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
+          hook_kernel k = {"", grid, 1, shape::THREADS, shape::SHARED_BYTES, programmatic};
+          snprintf(k.name, sizeof k.name, "wgmma_%s_%d%s", type_name<T>, D,
+                   shape::F8 ? "_f8" : "");
+          return launch_hooked(h, k, &a, &map, q, &plan);
+        });
+  });
+}
+
+/* Computes the rows again that a kernel with a hook has noted in the workspace. */
+template <class T> int launch_hooked_mend(const hooked &h, const kvl_cuda_queue *q) {
+  const uint8_t *notes = (const uint8_t *)h.base.workspace;
+  hook_kernel k = {"", mend_blocks(h.base, q->sm_count), 1, MEND_WARPS * WARP, 0, true};
+  const bool f8 = h.base.cache.codec == KVL_DTYPE_F8E4M3;
+  snprintf(k.name, sizeof k.name, "mend_%s%s", type_name<T>, f8 ? "_f8" : "");
+  return launch_hooked(h, k, &h.base, &notes, q);
+}
+
+template <class T> int launch_16bit_prefill(const hooked &h, const kvl_cuda_queue *q) {
+  const kvl_paged_attention_args &a = h.base;
+  if (wgmma_takes(a, q->device, h.hook)) {
+    if (!h.hook) return launch_wgmma<T>(a, q);
+    return with_wgmma_dim(a.cache.key.dim,
+                          [&](auto dim) { return launch_hooked_wgmma<T, dim.value>(h, q); });
+  }
+  if (a.cache.codec == KVL_DTYPE_F8E4M3) return launch_prefill_dim<T, f8e4m3>(h, q);
+  return launch_prefill_dim<T, T>(h, q);
+}
+
+template <class T> int launch_16bit_decode(const hooked &h, const kvl_cuda_queue *q) {
+  if (h.base.tree)
+    return kvl_cuda::fail(KVL_ERR_UNSUPPORTED,
+                          "a tree of one new token a sequence: give starts, too");
+  if (h.base.cache.codec == KVL_DTYPE_F8E4M3) return launch_decode_dim<T, true>(h, q);
+  return launch_decode_dim<T, false>(h, q);
+}
+
+template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
+  const kvl_paged_attention_args &a = h.base;
+  const int status = a.starts || wgmma_takes(a, q->device, h.hook)
+                         ? launch_16bit_prefill<T>(h, q)
+                         : launch_16bit_decode<T>(h, q);
+  return status < 0 || !h.hook ? status : launch_hooked_mend<T>(h, q);
+}
+
+int launch(const hooked &h, const kvl_cuda_queue *q) {
+  const kvl_paged_attention_args &a = h.base;
+  if (h.scores && (!h.hook || a.starts))
+    return kvl_cuda::fail(KVL_ERR_UNSUPPORTED,
+                          "scores are kept by a hook's kernel, and in decode alone");
+  if (a.tokens == 0 || a.seqs == 0 || a.heads == 0) return KVL_OK;
+  if (!aligned16(a.q, a.cache.memory, a.prev_out, a.out))
+    return kvl__cuda_check(cudaErrorMisalignedAddress);
+  int status = KVL_ERR_UNSUPPORTED;
+  if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(h, q);
+  else if (a.dtype == KVL_DTYPE_F16) status = launch_16bit<__half>(h, q);
+  else if (a.cache.codec == KVL_DTYPE_F8E4M3) status = launch_f32_dim<f8e4m3>(h, q);
+  else { KVL_CUDA_BY_FLOAT(a.cache.codec, T, status = launch_f32_dim<T>(h, q);) }
+  return status < 0 ? status : kvl__cuda_launched();
+}
+
+}  // namespace
+}  // namespace kvl
+
+/* The shared memory that a thread block of a decode with 16-bit queries needs, at most. */
+extern "C" int kvl_cuda_decode_shared(void) {
+  using namespace kvl;
+  int most = 0;
+  for (int bytes :
+       {decode_shape<64, false>::SHARED_BYTES, decode_shape<128, false>::SHARED_BYTES,
+        decode_shape<256, false>::SHARED_BYTES, decode_shape<64, true>::SHARED_BYTES,
+        decode_shape<128, true>::SHARED_BYTES, decode_shape<256, true>::SHARED_BYTES})
+    if (bytes > most) most = bytes;
+  return most;
+}
+
+KVL_CUDA_WORKSPACE(paged_attention) {
+  const kvl_hooked_attention_args &h = *(const kvl_hooked_attention_args *)args;
+  const kvl_paged_attention_args &a = h.base;
+  if (a.tokens == 0 || a.seqs == 0 || a.heads == 0) return 0;
+  int device = 0;
+  cudaGetDevice(&device);
+  if (kvl::wgmma_takes(a, device, h.hook))
+    return kvl::wgmma_bytes(a, device, sm_count, h.hook);
+  if (!a.starts) return kvl::place_bytes(a, kvl::decode_place(a, sm_count, h.hook), h.hook);
+  return a.dtype == KVL_DTYPE_F32 ? 0 : kvl::note_bytes(a);
+}
+
+KVL_CUDA_KERNEL(paged_attention) {
+  const kvl_hooked_attention_args &h = *(const kvl_hooked_attention_args *)args;
+  return kvl::launch(h, (const kvl_cuda_queue *)queue);
+}

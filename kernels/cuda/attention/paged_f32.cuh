@@ -1,0 +1,347 @@
+/* Paged attention for f32 queries (decode and prefill) over a cache of any dtype, in fp32 on
+ * the FMA units: tf32 would lose 13 bits of q.
+ *
+ * Up to ROWS query rows that share a KV head are taken together: the heads of a group, and in
+ * prefill several tokens. A key's row is spread over LANES = D / 8 lanes with 8 dims each, so
+ * a warp holds SIDE = 32 / LANES keys side by side, and does this four times in a batch. As
+ * in paged_decode.cuh each warp is its own pipeline of asynchronous copies. In decode a warp
+ * is a team of paged_split.cuh. In prefill the warps of a block share the keys of one tile of
+ * query rows, and their results are joined in order. */
+#ifndef KVL_CUDA_PAGED_F32_CUH
+#define KVL_CUDA_PAGED_F32_CUH
+
+#include "args/attention.h"
+#include "cuda/attention/hook.cuh"
+#include "cuda/attention/paged_split.cuh"
+
+namespace kvl {
+
+template <class T, int D> struct f32_shape {
+  static constexpr int WARPS = 4, STAGES = 3, BLOCKS = 2, TEAM = 1;
+  static constexpr int LANES = D / 8, SIDE = WARP / LANES;  /* keys side by side */
+  static constexpr int PIECES = D * (int)sizeof(T) / 16;    /* of a row */
+  static constexpr int NUMBERS = WIDE<T> < 8 ? WIDE<T> : 8; /* that a lane loads at once */
+  static constexpr int FIT = 8192 / (2 * PIECES * 16); /* keys in 8 KiB, together with V */
+  static constexpr int KEYS = FIT < WARP ? FIT : WARP; /* of a tile */
+  static constexpr int TILE_BYTES = KEYS * PIECES * 16, STAGE_BYTES = 2 * TILE_BYTES;
+  static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
+  static constexpr int SHARED_BYTES = RING_BYTES + WARPS * STAGES * KEYS * 4;
+  static_assert(KEYS % (4 * SIDE) == 0, "a tile is whole batches");
+};
+
+/* For each row of a warp: which keys it sees, in shared memory. */
+template <int ROWS> struct f32_rows {
+  int position[ROWS], begin[ROWS], limit[ROWS]; /* the first and the last key */
+  float slope[ROWS];
+
+  __device__ void set(const kvl_paged_attention_args &a, const query_rows &rows,
+                      int position0, int length) {
+    __syncwarp();
+    const int r = threadIdx.x % WARP;
+    if (r < ROWS) {
+      const int at = position0 + r / rows.heads_each;
+      position[r] = at;
+      begin[r] = window_begin(a, at);
+      limit[r] = r >= rows.count ? -1 : a.causal ? min(at, length - 1) : length - 1;
+      slope[r] = a.alibi && r < rows.count ? a.alibi[rows.head(r)] * LOG2E : 0.f;
+    }
+    __syncwarp();
+  }
+};
+
+/* The partial softmax of ROWS rows. A lane has 8 dims of each row. Until join(), lanes that
+ * have the same dims in different sides hold the sums over different keys. */
+template <class T, int D, int ROWS> struct f32_state {
+  using shape = f32_shape<T, D>;
+  static constexpr int LANES = shape::LANES, N = shape::NUMBERS;
+  float out[ROWS][8], m[ROWS], l[ROWS];
+
+  /* The dim of a lane's e-th number. Lane k of LANES has groups k, k + LANES, ... of N dims
+   * each, so neighbouring lanes read neighbouring bytes. */
+  static __device__ int dim_of(int e) {
+    return (e / N * LANES + (int)threadIdx.x % LANES) * N + e % N;
+  }
+
+  /* Attends to tiles tile, tile + step, ... before tile_end. Keys is paged_keys, or a type
+   * that finds rows in the same way. A hook gets the sequence and its length. */
+  template <class Keys, class H = no_hook>
+  __device__ void attend(const Keys &keys, const query_rows &rows, const f32_rows<ROWS> &sees,
+                         int tile, int tile_end, int step, char *ring, int *positions,
+                         const H &hook = {}, int64_t seq = 0, int length = 0) {
+    constexpr int STAGES = shape::STAGES, KEYS = shape::KEYS, PIECES = shape::PIECES;
+    constexpr int SIDE = shape::SIDE;
+    const kvl_paged_attention_args &a = keys.a;
+    const int lane = threadIdx.x % WARP, side = lane / LANES;
+    const int head_dim = a.cache.key.dim;
+    const uint32_t ring_at = shared_address(ring);
+    const char *cache = (const char *)a.cache.memory;
+    const int64_t to_value = keys.to_value();
+
+    auto find = [&](int t) {
+      paged_row none = {0, -1};
+      return t < tile_end && lane < KEYS ? keys.find(t * KEYS + lane) : none;
+    };
+    auto fetch = [&](int stage, const paged_row &row) {
+      uint32_t at_k = ring_at + stage * shape::STAGE_BYTES;
+      long long offset = row.position < 0 ? -1 : (long long)row.offset;
+#pragma unroll
+      for (int i = 0; i < KEYS * PIECES / WARP; i++) {
+        int r = (i * WARP + lane) / PIECES, piece = (i * WARP + lane) % PIECES;
+        long long at = __shfl_sync(ALL_LANES, offset, r);
+        bool valid = at >= 0 && piece * WIDE<T> < head_dim;
+        const char *k = valid ? cache + at + piece * 16 : cache;
+        copy_async(at_k + (i * WARP + lane) * 16, k, valid);
+        copy_async(at_k + shape::TILE_BYTES + (i * WARP + lane) * 16,
+                   valid ? k + to_value : cache, valid);
+      }
+      if (lane < KEYS) positions[stage * KEYS + lane] = row.position;
+    };
+    auto load_row = [&](const char *tile_at, int key, float(&x)[8]) {
+#pragma unroll
+      for (int e = 0; e < 8; e += N) {
+        float part[N];
+        load_floats((const T *)(tile_at + key * PIECES * 16) + dim_of(e), part);
+#pragma unroll
+        for (int i = 0; i < N; i++) x[e + i] = part[i];
+      }
+    };
+
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+      fetch(s, find(tile + s * step));
+      copy_commit();
+    }
+    const score_rule rule(a);
+    const int tree = tree_begin(a, length);
+    const int kv_head = rows.head0 / (int)(a.heads / a.cache.kv_heads);
+    const float scale = rule.scale * (a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f);
+    float q[ROWS][8];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      m[r] = -INFINITY;
+      l[r] = 0.f;
+      const float *row = nullptr;
+      if (r < rows.count)
+        row = (const float *)a.q + (rows.token(r) * a.heads + rows.head(r)) * head_dim;
+#pragma unroll
+      for (int e = 0; e < 8; e++) {
+        out[r][e] = 0.f;
+        q[r][e] = row && dim_of(e) < head_dim ? row[dim_of(e)] * scale : 0.f;
+      }
+    }
+    /* Which of four scores this lane ends up with. */
+    const int own = (lane & (LANES / 2) ? 2 : 0) + (lane & (LANES / 4) ? 1 : 0);
+
+    paged_row next = find(tile + (STAGES - 1) * step);
+    for (int stage = 0; tile < tile_end;
+         tile += step, stage = stage + 1 == STAGES ? 0 : stage + 1) {
+      copy_wait<STAGES - 2>();
+      __syncwarp();
+      fetch(stage == 0 ? STAGES - 1 : stage - 1, next);
+      copy_commit();
+      next = find(tile + STAGES * step);
+      const char *k_tile = ring + stage * shape::STAGE_BYTES;
+      const char *v_tile = k_tile + shape::TILE_BYTES;
+#pragma unroll 1
+      for (int batch = 0; batch < KEYS; batch += 4 * SIDE) {
+        float p[ROWS][4], x[8];
+#pragma unroll
+        for (int u = 0; u < 4; u++) {
+          load_row(k_tile, batch + u * SIDE + side, x);
+#pragma unroll
+          for (int r = 0; r < ROWS; r++) {
+            float dot = 0.f;
+#pragma unroll
+            for (int e = 0; e < 8; e++) dot += q[r][e] * x[e];
+            p[r][u] = dot;
+          }
+        }
+        const int at = positions[stage * KEYS + batch + own * SIDE + side];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+          float score = sum_of_four<LANES>(p[r], lane);
+          if (rule.cap != 0.f) score = rule.cap * tanh_fast(score);
+          score += sees.slope[r] * (float)(at - sees.position[r]);
+          if constexpr (H::ACTIVE) {
+            const int group = (int)(a.heads / a.cache.kv_heads),
+                      real = min(r, rows.count - 1);
+            const hook_row row = {seq,    a.cache.kv_heads, kv_head, rows.head(real) % group,
+                                  length, sees.position[r]};
+            score = hook(score, row, max(at, 0));
+            if (at >= 0 && r < rows.count && lane % (LANES / 4) == 0)
+              keep_score(hook, rows.token(r) * a.heads + rows.head(r), at, score);
+          }
+          if (at < sees.begin[r] || at > sees.limit[r]) score = -INFINITY;
+          if (at >= tree && r < rows.count && !tree_shows(a, rows.token(r), length, at))
+            score = -INFINITY;
+          float top = fmaxf(score, __shfl_xor_sync(ALL_LANES, score, LANES / 2));
+          top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, LANES / 4));
+          top = fmaxf(top, m[r]);
+          float shift = finite_shift(top), down = exp2_fast(m[r] - shift);
+          float weight = exp2_fast(score - shift);
+          m[r] = top;
+          l[r] = l[r] * down + weight; /* of this lane's own scores */
+#pragma unroll
+          for (int e = 0; e < 8; e++) out[r][e] *= down;
+#pragma unroll
+          for (int u = 0; u < 4; u++)
+            p[r][u] = __shfl_sync(ALL_LANES, weight,
+                                  u / 2 * (LANES / 2) + u % 2 * (LANES / 4), LANES);
+        }
+#pragma unroll
+        for (int u = 0; u < 4; u++) {
+          load_row(v_tile, batch + u * SIDE + side, x);
+#pragma unroll
+          for (int r = 0; r < ROWS; r++)
+            if (p[r][u] != 0.f) /* V of a key that is not seen may be NaN */
+#pragma unroll
+              for (int e = 0; e < 8; e++) out[r][e] += p[r][u] * x[e];
+        }
+      }
+    }
+    copy_wait<0>();
+    __syncwarp(); /* the ring is free again */
+  }
+
+  /* After it, every lane has the sums over all keys of the warp. */
+  __device__ void join() {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      l[r] += __shfl_xor_sync(ALL_LANES, l[r], LANES / 2);
+      l[r] += __shfl_xor_sync(ALL_LANES, l[r], LANES / 4);
+      float top = m[r];
+#pragma unroll
+      for (int step = LANES; step < WARP; step *= 2)
+        top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+      const float down = exp2_fast(m[r] - finite_shift(top));
+      m[r] = top;
+      l[r] *= down;
+#pragma unroll
+      for (int e = 0; e < 8; e++) out[r][e] *= down;
+#pragma unroll
+      for (int step = LANES; step < WARP; step *= 2) {
+        l[r] += __shfl_xor_sync(ALL_LANES, l[r], step);
+#pragma unroll
+        for (int e = 0; e < 8; e++) out[r][e] += __shfl_xor_sync(ALL_LANES, out[r][e], step);
+      }
+    }
+  }
+
+  /* Call it after join. Stores sums [ROWS, D] and states [ROWS] for finish_rows. */
+  __device__ void store(float *sums, float2 *states) const {
+    const int lane = threadIdx.x % WARP;
+    if (lane >= LANES) return;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      if (lane == 0) states[r] = make_float2(m[r], l[r]);
+#pragma unroll
+      for (int e = 0; e < 8; e++) sums[r * D + dim_of(e)] = out[r][e];
+    }
+  }
+};
+
+template <class T, int D, int ROWS, class H>
+__device__ __forceinline__ void f32_decode(const kvl_paged_attention_args &a,
+                                           const split_place &place, const H &hook) {
+  using shape = f32_shape<T, D>;
+  extern __shared__ __align__(128) char shared[];
+  __shared__ uint32_t sums[PLAN_CHUNKS];
+  __shared__ f32_rows<ROWS> sees[shape::WARPS];
+  wait_for_previous();
+  split_plan plan(a, place, sums);
+  plan.make();
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int task = blockIdx.x * shape::WARPS + warp;
+  const uint32_t share = place.units.quotient(task);
+  const int unit = task - (int)(share * place.units.by);
+  const int kv_head = place.subgroups.quotient(unit);
+  if (share >= plan.shares) return;
+  char *ring = shared + warp * shape::STAGES * shape::STAGE_BYTES;
+  int *positions = (int *)(shared + shape::RING_BYTES) + warp * shape::STAGES * shape::KEYS;
+  const float value_scale = a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f;
+
+  int left = (int)(plan.begin(share + 1) - plan.begin(share));
+  uint32_t first;
+  int seq = plan.find(plan.begin(share), first), tile = (int)(plan.begin(share) - first);
+  for (; left > 0; seq++, tile = 0) {
+    const int length = a.lens[seq], tiles = plan.tiles(length);
+    const int from = plan.first_tile(length) + tile, count = min(tiles - tile, left);
+    const query_rows rows = unit_rows(place, seq, unit);
+    const paged_keys keys(a, seq, kv_head, window_begin(a, length - 1), length);
+    sees[warp].set(a, rows, length - 1, length);
+    f32_state<T, D, ROWS> state;
+    state.attend(keys, rows, sees[warp], from, from + count, 1, ring, positions, hook, seq,
+                 length);
+    state.join();
+    left -= count;
+    if (left == 0) let_next_start();
+    const bool starts = tile == 0, ends = tile + count == tiles;
+    const int64_t own_part = starts && ends ? -1
+                                            : place.part(share, seq, a.seqs, unit, starts);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      if (r >= rows.count || lane >= shape::LANES) continue;
+#pragma unroll
+      for (int e = 0; e < 8; e += 4) {
+        const int dim = state.dim_of(e);
+        float x[4] = {state.out[r][e], state.out[r][e + 1], state.out[r][e + 2],
+                      state.out[r][e + 3]};
+        if (dim < a.cache.key.dim)
+          write_part(a, place, own_part, rows, r, dim, x, state.m[r], state.l[r],
+                     value_scale);
+      }
+    }
+  }
+}
+
+template <class T, int D, int ROWS>
+__global__ void __launch_bounds__(f32_shape<T, D>::WARPS *WARP, 2)
+    paged_f32_decode(const __grid_constant__ kvl_paged_attention_args a,
+                     const __grid_constant__ split_place place) {
+  f32_decode<T, D, ROWS>(a, place, no_hook());
+}
+
+template <class T, int D, int ROWS, class H>
+__device__ __forceinline__ void f32_prefill(const kvl_paged_attention_args &a, int subgroups,
+                                            const H &hook) {
+  using shape = f32_shape<T, D>;
+  constexpr int WARPS = shape::WARPS, KEYS = shape::KEYS;
+  extern __shared__ __align__(128) char shared[];
+  __shared__ f32_rows<ROWS> sees[WARPS];
+  const query_block block = find_queries<ROWS>(a, blockIdx.x, subgroups);
+  const query_tile &tile_q = block.tile;
+  const query_rows &rows = block.rows;
+  const int kv_head = block.kv_head;
+  if (tile_q.seq < 0) return;
+  const int warp = threadIdx.x / WARP;
+  const int length = a.lens[tile_q.seq], last = tile_q.position0 + tile_q.tokens - 1;
+  sees[warp].set(a, rows, tile_q.position0, length);
+  const paged_walk walk(a, tile_q.seq, kv_head, a.causal ? min(last + 1, length) : length,
+                        window_begin(a, tile_q.position0));
+  f32_state<T, D, ROWS> state;
+  state.attend(walk, rows, sees[warp], walk.first / KEYS + warp,
+               (walk.keys + KEYS - 1) / KEYS, WARPS,
+               shared + warp * shape::STAGES * shape::STAGE_BYTES,
+               (int *)(shared + shape::RING_BYTES) + warp * shape::STAGES * KEYS, hook,
+               tile_q.seq, length);
+  state.join();
+
+  __syncthreads(); /* all warps are done with the ring, which now holds the states */
+  static_assert(WARPS * ROWS * (D * 4 + 8) <= shape::RING_BYTES, "");
+  float *sums = (float *)shared;
+  float2 *states = (float2 *)(sums + WARPS * ROWS * D);
+  state.store(sums + warp * ROWS * D, states + warp * ROWS);
+  __syncthreads();
+  finish_rows<WARPS, ROWS, D>(a, rows, a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f, sums,
+                              states);
+}
+
+template <class T, int D, int ROWS>
+__global__ void __launch_bounds__(f32_shape<T, D>::WARPS *WARP, 2)
+    paged_f32_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups) {
+  f32_prefill<T, D, ROWS>(a, subgroups, no_hook());
+}
+
+}  // namespace kvl
+
+#endif

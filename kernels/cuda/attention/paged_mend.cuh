@@ -1,0 +1,208 @@
+/* What the tensor cores cannot do: leave V of a key out of one row of a tile and keep it in
+ * another. A row gives the keys that it does not see the weight 0, but 0 * NaN and 0 * inf
+ * are NaN. So a prefill, and a decode with a hook, note the rows whose sums are not finite,
+ * and these are computed again, key by key, without the keys that a row does not see: by
+ * wgmma_combine where it runs anyway and there is no hook, else by the kernel below.
+ *
+ * Where all sums are finite, it reads the notes and ends. Elsewhere a warp takes a row, and 32
+ * keys at a time. If V of the keys that can share a tile with the row is finite, then what the
+ * row sees is not, and the row stays as it is. With a hook, which may hide any key, and beside
+ * an earlier attention, where a noted row was not written, it is computed without a look.
+ *
+ * Bytes     notes: tokens * heads
+ * Tolerance 1e-5 relative, as paged_f32.cuh: P is not rounded */
+#ifndef KVL_CUDA_PAGED_MEND_CUH
+#define KVL_CUDA_PAGED_MEND_CUH
+
+#include "args/attention.h"
+#include "cuda/attention/hook.cuh"
+#include "cuda/attention/paged_output.cuh"
+
+namespace kvl {
+
+constexpr int MEND_WARPS = 8, MEND_NOTES = 16;
+/* A tile of a prefill has at most 192 tokens, and begins and ends within a tile of 128 keys. */
+constexpr int MEND_REACH = 192 + 128;
+
+/* A row of [tokens, heads] and what it sees: positions low ... limit. */
+struct mend_row {
+  int64_t row, token, seq; /* seq -1: no sequence has it */
+  int head, kv_head, length, at, low, limit;
+
+  __device__ mend_row(const kvl_paged_attention_args &a, int64_t row_)
+      : row(row_), token(row_ / a.heads), seq(row_ / a.heads) {
+    head = (int)(row - token * a.heads);
+    kv_head = head / (int)(a.heads / a.cache.kv_heads);
+    int after = 0; /* new tokens behind this one */
+    if (a.starts) {
+      int64_t begin = 0, end = a.seqs + 1; /* how many starts are not behind the token? */
+      while (begin < end) {
+        const int64_t middle = (begin + end) / 2;
+        if (a.starts[middle] <= token) begin = middle + 1;
+        else end = middle;
+      }
+      seq = begin <= a.seqs ? begin - 1 : -1;
+      if (seq < 0) return;
+      after = a.starts[begin] - (int)token - 1;
+    }
+    length = a.lens[seq];
+    at = length - 1 - after;
+    low = window_begin(a, at);
+    limit = a.causal ? at : length - 1;
+  }
+  __device__ bool sees(const kvl_paged_attention_args &a, int position) const {
+    if (position < low || position > limit) return false;
+    return position < tree_begin(a, length) || tree_shows(a, token, length, position);
+  }
+};
+
+/* Calls give(row) for each key of a sequence; a warp's lanes get different ones, and may get
+ * some that do not exist (position -1). */
+template <class F> __device__ __forceinline__ void each_key(const paged_keys &keys, F give) {
+  const int lane = threadIdx.x % WARP;
+#pragma unroll 1
+  for (int first = keys.a.selection ? 0 : keys.begin; first < keys.keys; first += WARP)
+    give(first + lane < keys.keys ? keys.find(first + lane) : paged_row{0, -1});
+}
+
+/* Is V of a key that the row does not see, and that may share a tile with it, not finite? */
+template <class C>
+__device__ bool hides_poison(const kvl_paged_attention_args &a, const mend_row &r) {
+  const int reach = MEND_REACH + a.cache.block_size;
+  const paged_keys near(a, r.seq, r.kv_head, max(r.low - reach, 0),
+                        (int)min((int64_t)r.length, (int64_t)r.at + reach));
+  bool finite = true;
+  each_key(near, [&](const paged_row &key) {
+    if (key.position < 0 || r.sees(a, key.position)) return;
+    const C *const v = (const C *)((const char *)a.cache.memory + key.offset +
+                                   near.to_value());
+    for (int d = 0; d < a.cache.value.dim; d += 8) {
+      float x[8];
+      load_floats(v + d, x);
+#pragma unroll
+      for (int e = 0; e < 8; e++) finite = finite && x[e] * 0.f == 0.f;
+    }
+  });
+  return __any_sync(ALL_LANES, !finite);
+}
+
+/* Computes a row again and writes it; a warp calls it. */
+template <class T, class C, class H>
+__device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r,
+                            const H &hook) {
+  constexpr int DIMS = 256 / WARP; /* of a lane, at most: dims lane, lane + 32, ... */
+  const int lane = threadIdx.x % WARP, head_dim = a.cache.key.dim;
+  const T *const q = (const T *)a.q + r.row * head_dim;
+  const paged_keys keys(a, r.seq, r.kv_head, r.low, min(r.limit + 1, r.length));
+  const score_rule rule(a);
+  const float k_scale = a.cache.k_scale ? a.cache.k_scale[r.kv_head] : 1.f;
+  const float slope = a.alibi ? a.alibi[r.head] * LOG2E : 0.f;
+  float m = -INFINITY, l = 0.f, sums[DIMS] = {};
+  each_key(keys, [&](const paged_row &key) {
+    const char *const at = (const char *)a.cache.memory + key.offset;
+    const C *const k = (const C *)at, *const v = (const C *)(at + keys.to_value());
+    float s = -INFINITY;
+    if (key.position >= 0 && r.sees(a, key.position)) {
+      s = 0.f;
+#pragma unroll 1
+      for (int d = 0; d < head_dim; d += 8) {
+        float x[8], y[8];
+        load_floats(q + d, x);
+        load_floats(k + d, y);
+#pragma unroll
+        for (int e = 0; e < 8; e++) s += x[e] * y[e];
+      }
+      s = rule(s * k_scale) + slope * (float)(key.position - r.at);
+      if constexpr (H::ACTIVE) {
+        const int group = (int)(a.heads / a.cache.kv_heads);
+        const hook_row of = {r.seq,          a.cache.kv_heads, r.kv_head,
+                             r.head % group, r.length,         r.at};
+        s = hook(s, of, key.position);
+      }
+    }
+    const float top = fmaxf(m, warp_max(s)), shift = finite_shift(top);
+    const float down = exp2_fast(m - shift), weight = exp2_fast(s - shift);
+    m = top;
+    l = l * down + weight; /* of this lane's keys */
+#pragma unroll
+    for (int i = 0; i < DIMS; i++) sums[i] *= down;
+#pragma unroll 1
+    for (unsigned rest = __ballot_sync(ALL_LANES, s != -INFINITY); rest; rest &= rest - 1) {
+      const int from = __ffs(rest) - 1;
+      const C *const row = (const C *)__shfl_sync(ALL_LANES, (unsigned long long)v, from);
+      const float by = __shfl_sync(ALL_LANES, weight, from);
+#pragma unroll
+      for (int i = 0; i < DIMS; i++)
+        if (i * WARP + lane < head_dim) sums[i] += by * to_float(row[i * WARP + lane]);
+    }
+  });
+  row_end end = end_row(a, r.row, m, warp_sum(l));
+  if (a.cache.v_scale) end.scale *= a.cache.v_scale[r.kv_head];
+#pragma unroll
+  for (int i = 0; i < DIMS; i++) {
+    if (i * WARP + lane >= head_dim) break;
+    const int64_t at = r.row * head_dim + i * WARP + lane;
+    float x[1] = {sums[i]};
+    finish(a, end, at, x);
+    store_out(a, at, x);
+  }
+  if (a.lse && lane == 0) a.lse[r.row] = end.lse;
+}
+
+/* notes: u8 [tokens, heads], 16-byte aligned, with room for a multiple of 16. */
+template <class T, class C, class H>
+__device__ __forceinline__ void mend_rows(const kvl_paged_attention_args &a,
+                                          const uint8_t *notes, const H &hook) {
+  let_next_start();
+  wait_for_previous();
+  const int lane = threadIdx.x % WARP, warps = gridDim.x * MEND_WARPS;
+  const int64_t rows = a.tokens * a.heads;
+  /* A lane takes 16 notes, and neighbours go to different warps: they often have to be mended
+   * together. */
+  for (int64_t base = blockIdx.x * MEND_WARPS + threadIdx.x / WARP; base * MEND_NOTES < rows;
+       base += (int64_t)warps * WARP) {
+    const int64_t first = (base + (int64_t)lane * warps) * MEND_NOTES;
+    unsigned found = 0;
+    if (first < rows) {
+      const uint4 x = *(const uint4 *)(notes + first);
+      if (x.x | x.y | x.z | x.w)
+        for (int i = 0; i < MEND_NOTES && first + i < rows; i++)
+          found |= (unsigned)(notes[first + i] != 0) << i;
+    }
+#pragma unroll 1
+    for (unsigned lanes = __ballot_sync(ALL_LANES, found); lanes; lanes &= lanes - 1) {
+      const int from = __ffs(lanes) - 1;
+      const int64_t begin = (base + (int64_t)from * warps) * MEND_NOTES;
+#pragma unroll 1
+      for (unsigned rest = __shfl_sync(ALL_LANES, found, from); rest; rest &= rest - 1) {
+        const mend_row r(a, begin + __ffs(rest) - 1);
+        if (r.seq >= 0 && (H::ACTIVE || a.prev_lse || hides_poison<C>(a, r)))
+          compute_row<T, C>(a, r, hook);
+      }
+    }
+  }
+}
+
+template <class T, class C>
+__global__ void __launch_bounds__(MEND_WARPS *WARP)
+    paged_mend(const __grid_constant__ kvl_paged_attention_args a, const uint8_t *notes) {
+  mend_rows<T, C>(a, notes, no_hook());
+}
+
+#ifndef __CUDACC_RTC__
+/* How many thread blocks it has. */
+inline int mend_blocks(const kvl_paged_attention_args &a, int sm_count) {
+  const int64_t most = ceil_div(a.tokens * a.heads, MEND_NOTES * MEND_WARPS);
+  return most < sm_count ? (int)most : sm_count;
+}
+/* Computes the rows again that are noted in the workspace. */
+template <class T, class C>
+int launch_mend(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  return launch_programmatic(paged_mend<T, C>, mend_blocks(a, q->sm_count), MEND_WARPS * WARP,
+                             0, q, a, (const uint8_t *)a.workspace);
+}
+#endif
+
+}  // namespace kvl
+
+#endif

@@ -1,0 +1,380 @@
+/* Flash attention of many query rows over paged KV on the tensor cores (mma.sync), for 16-bit
+ * q and a cache of q's dtype or f8e4m3: for everything that paged_wgmma.cuh does not take.
+ *
+ * A thread block takes 128 query rows that share a KV head: 128 / group tokens with all heads
+ * of the group, so short chunks fill a tile, and K and V are fetched once for the group. Each
+ * of the 8 warps owns 16 rows and walks over all keys in tiles of KEYS. Asynchronous copies
+ * double-buffer the tiles of K and V: tile j + 1 arrives while tile j is used, with one
+ * barrier per tile. f8e4m3 is converted to q's type on the way to shared memory, by plain
+ * loads and stores; the scales of K and V are applied to scores and to sums.
+ *
+ * Versions, 32K causal, bf16, head_dim 128, H100, 2026-11-20:
+ *   1  8 warps x 16 rows, q in registers                               294 TFLOP/s
+ *   2  version 1, q in shared memory, sums scaled only on a new maximum  276
+ *   3  4 warps x 32 rows (each fragment of K and V feeds two mma), two blocks per SM,
+ *      64 keys per tile: 300 bytes of spills                           218
+ *   4  version 3 with 32 keys per tile                                 224
+ * So reads of shared memory are not the limit; the next step was wgmma: paged_wgmma.cuh. */
+#ifndef KVL_CUDA_PAGED_PREFILL_CUH
+#define KVL_CUDA_PAGED_PREFILL_CUH
+
+#include "args/attention.h"
+#include "cuda/attention/hook.cuh"
+#include "cuda/attention/paged_output.cuh"
+
+namespace kvl {
+
+template <int D> struct prefill_shape {
+  static constexpr int WARPS = 8, ROWS = WARPS * 16, THREADS = WARPS * WARP;
+  static constexpr int KEYS = D > 192 ? 32 : 64;
+  static constexpr int PIECES = TILE_PIECES<D>;
+  static constexpr bool Q_SHARED = D > 128; /* otherwise q stays in registers */
+  static constexpr int TILE_BYTES = KEYS * PIECES * 16;
+  static constexpr int Q_BYTES = Q_SHARED ? ROWS * D * 2 : 0;
+  static constexpr int SHARED_BYTES = Q_BYTES + 4 * TILE_BYTES;
+};
+
+/* The rows of three tiles: tile j + 2 is looked up while tile j + 1 is copied and tile j is
+ * used. */
+template <int KEYS> struct row_lists {
+  int length; /* of the sequence; here for draft trees, as registers are short */
+  int64_t offset[3][KEYS];
+  int position[3][KEYS];
+  int whole[3][KEYS / WARP]; /* whether all of these 32 keys exist */
+};
+
+/* ---- tiles of keys --------------------------------------------------------------------- */
+
+/* Looks up the rows of tile t. */
+template <int KEYS>
+__device__ __forceinline__ void find_rows(const paged_walk &walk, row_lists<KEYS> &lists,
+                                          int t, int tid, int lane, int warp) {
+  if (tid >= KEYS) return;
+  paged_row row = walk.find(t * KEYS + tid);
+  lists.offset[t % 3][tid] = row.offset;
+  lists.position[t % 3][tid] = row.position;
+  int whole = __all_sync(ALL_LANES, row.position >= 0);
+  if (lane == 0) lists.whole[t % 3][warp] = whole;
+}
+
+/* Starts to copy tile t to its buffer, K and then V. Its rows were found before the last
+ * barrier. C is the type of the cache: T or f8e4m3. */
+template <class T, int D, class C>
+__device__ __forceinline__ void fetch_tile(const row_lists<prefill_shape<D>::KEYS> &lists,
+                                           const char *cache, int64_t to_value, int head_dim,
+                                           uint32_t tiles_at, int t) {
+  using shape = prefill_shape<D>;
+  constexpr int PIECES = shape::PIECES;
+  const int tid = threadIdx.x;
+  const uint32_t k_at = tiles_at + (t & 1) * 2 * shape::TILE_BYTES;
+  const uint32_t v_at = k_at + shape::TILE_BYTES;
+#pragma unroll
+  for (int i = 0; i < shape::KEYS * PIECES / shape::THREADS; i++) {
+    int r = (i * shape::THREADS + tid) / PIECES, piece = (i * shape::THREADS + tid) % PIECES;
+    bool valid = lists.position[t % 3][r] >= 0 && piece * 8 < head_dim;
+    const char *k = valid ? cache + lists.offset[t % 3][r] + piece * 8 * sizeof(C) : cache;
+    const char *v = valid ? k + to_value : cache;
+    uint32_t to = tile_byte<PIECES>(r, piece);
+    if constexpr (same<C, T>) {
+      copy_async(k_at + to, k, valid);
+      copy_async(v_at + to, v, valid);
+    } else {
+      const uint4 none = make_uint4(0, 0, 0, 0);
+      store_shared(k_at + to, valid ? widen<T>((const C *)k) : none);
+      store_shared(v_at + to, valid ? widen<T>((const C *)v) : none);
+    }
+  }
+}
+
+/* ---- scores ---------------------------------------------------------------------------- */
+
+/* A query row and the positions that it sees: low ... limit. Its own position is `at`. */
+struct prefill_row {
+  int r, at, low, limit;
+  bool has; /* whether there is such a row */
+  float slope;
+
+  __device__ __forceinline__ prefill_row(const kvl_paged_attention_args &a,
+                                         const query_rows &rows, int position0, int length,
+                                         int r_)
+      : r(r_), at(position0 + r_ / rows.heads_each), low(window_begin(a, at)),
+        has(r_ < rows.count) {
+    limit = !has ? -1 : a.causal ? at : length - 1;
+    slope = a.alibi && has ? a.alibi[rows.head(r)] * LOG2E : 0.f;
+  }
+  template <class T>
+  __device__ __forceinline__ const T *query(const kvl_paged_attention_args &a,
+                                            const query_rows &rows, int head_dim) const {
+    if (!has) return nullptr;
+    return (const T *)a.q + (rows.token(r) * a.heads + rows.head(r)) * head_dim;
+  }
+  __device__ __forceinline__ bool sees(int position) const {
+    return position >= low && position <= limit;
+  }
+  /* A row that does not exist is the last that does. */
+  __device__ __forceinline__ hook_row for_hook(const kvl_paged_attention_args &a,
+                                               const query_rows &rows, int64_t seq,
+                                               int kv_head, int length) const {
+    const int group = (int)(a.heads / a.cache.kv_heads);
+    const int head = rows.head(has ? r : rows.count - 1) % group;
+    return {seq, a.cache.kv_heads, kv_head, head, length, at};
+  }
+};
+
+/* What the rows of a warp have in common: none of them sees keys past `most`, and all of them
+ * see keys from `low` to `least` (rows that do not exist may see anything). No tree hides a
+ * key up to `all`. */
+struct prefill_sight {
+  int most, least, low;
+  __device__ __forceinline__ prefill_sight(const prefill_row &row0, const prefill_row &row1,
+                                           int all)
+      : most(warp_max(max(row0.limit, row1.limit))),
+        least(min(all, warp_min(min(row0.has ? row0.limit : INT_MAX,
+                                    row1.has ? row1.limit : INT_MAX)))),
+        low(warp_max(max(row0.has ? row0.low : 0, row1.has ? row1.low : 0))) {}
+};
+
+/* Takes the k-th of K fragments in registers or, for K = 1, of those in shared memory. */
+template <int K>
+__device__ __forceinline__ void take_fragment(uint32_t (&x)[4], const uint32_t (&q)[K][4],
+                                              const uint4 *q_warp, int k) {
+  if constexpr (K == 1) {
+    uint4 y = q_warp[k * WARP];
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = q[k][i];
+  }
+}
+/* s += q k^T over the k-th sixteen dims, whose fragment is q; the keys are at k_at. */
+template <class T, int PIECES, int N>
+__device__ __forceinline__ void multiply_keys(float (&s)[N][4], const uint32_t (&q)[4],
+                                              uint32_t k_at, int k, int lane) {
+#pragma unroll
+  for (int n = 0; n < N / 2; n++) {
+    uint32_t b[4];
+    load_matrices(
+        b, k_at + tile_byte<PIECES>(n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+    mma(s[2 * n], q, b[0], b[1], T());
+    mma(s[2 * n + 1], q, b[2], b[3], T());
+  }
+}
+
+/* Turn products into scores: scale_scores for a tile that every row sees as a whole,
+ * mask_scores for any other. */
+template <int N> __device__ __forceinline__ void scale_scores(float (&s)[N][4], float scale) {
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      s[n][c] *= scale;
+      s[n][c + 2] *= scale;
+    }
+}
+template <int N, class H>
+__device__ __forceinline__ void mask_scores(float (&s)[N][4], const score_rule &rule,
+                                            float k_scale, const int *positions, int pair,
+                                            const prefill_row &row0, const prefill_row &row1,
+                                            const H &hook, const hook_row &of0,
+                                            const hook_row &of1) {
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      int at = positions[n * 8 + pair + c];
+      bool seen0 = row0.sees(at), seen1 = row1.sees(at);
+      float x0 = rule(s[n][c] * k_scale), x1 = rule(s[n][c + 2] * k_scale);
+      x0 += row0.slope * (float)(at - row0.at);
+      x1 += row1.slope * (float)(at - row1.at);
+      if constexpr (H::ACTIVE) x0 = hook(x0, of0, max(at, 0)), x1 = hook(x1, of1, max(at, 0));
+      s[n][c] = seen0 ? x0 : -INFINITY;
+      s[n][c + 2] = seen1 ? x1 : -INFINITY;
+    }
+}
+/* Hides what a draft tree hides, after mask_scores. A row that does not exist sees nothing. */
+template <int N>
+__device__ __forceinline__ void hide_by_tree(const kvl_paged_attention_args &a,
+                                             const query_rows &rows, float (&s)[N][4],
+                                             const int *positions, int length, int pair,
+                                             int r) {
+  const int64_t token0 = rows.token(min(r, rows.count - 1));
+  const int64_t token1 = rows.token(min(r + 8, rows.count - 1));
+  const int from = tree_begin(a, length);
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      int at = positions[n * 8 + pair + c];
+      if (at < from) continue;
+      if (!tree_shows(a, token0, length, at)) s[n][c] = -INFINITY;
+      if (!tree_shows(a, token1, length, at)) s[n][c + 2] = -INFINITY;
+    }
+}
+
+/* Raises the two rows' maxima to the largest of their scores. */
+template <int N>
+__device__ __forceinline__ void raise_tops(const float (&s)[N][4], float &top0, float &top1) {
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    top0 = fmaxf(top0, fmaxf(s[n][0], s[n][1]));
+    top1 = fmaxf(top1, fmaxf(s[n][2], s[n][3]));
+  }
+  top0 = warp_max<4>(top0);
+  top1 = warp_max<4>(top1);
+}
+
+/* Writes row r straight from the registers: of every four it takes two, from `half` on. Four
+ * lanes write 8 neighbours. */
+template <int N>
+__device__ __forceinline__ void write_out(const kvl_paged_attention_args &a, uint8_t *notes,
+                                          const query_rows &rows, int r, int head_dim,
+                                          const float (&out)[N][4], int half, float m,
+                                          float l, bool mends, float v_scale, int pair) {
+  int64_t row = rows.token(r) * a.heads + rows.head(r);
+  if (pair == 0) notes[row] = mends;
+  if (!writes_row(a, mends)) return;
+  row_end end = end_row(a, row, m, l);
+  end.scale *= v_scale;
+  if (a.lse && pair == 0) a.lse[row] = end.lse;
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    int64_t at = row * head_dim + n * 8 + pair;
+    if (n * 8 + pair >= head_dim) continue;
+    float x[2] = {out[n][half], out[n][half + 1]};
+    finish(a, end, at, x);
+    store_out(a, at, x);
+  }
+}
+
+/* ---- the kernel ------------------------------------------------------------------------ */
+
+template <class T, int D, class C, class H>
+__device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int subgroups,
+                                        uint8_t *notes, const H &hook) {
+  using shape = prefill_shape<D>;
+  constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES;
+  extern __shared__ __align__(128) char shared[];
+  __shared__ row_lists<KEYS> lists;
+
+  /* With a causal mask later tiles are longer, so they start first. */
+  const query_block block = find_queries<shape::ROWS>(a, gridDim.x - 1 - blockIdx.x,
+                                                      subgroups);
+  const query_tile &tile_q = block.tile;
+  const query_rows &rows = block.rows;
+  const int kv_head = block.kv_head;
+  if (tile_q.seq < 0) return;
+  const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
+  const int head_dim = a.cache.key.dim, length = a.lens[tile_q.seq];
+  const int last = tile_q.position0 + tile_q.tokens - 1;
+  const paged_walk walk(a, tile_q.seq, kv_head, a.causal ? min(last + 1, length) : length,
+                        window_begin(a, tile_q.position0));
+  const int tile0 = walk.first / KEYS, tiles = (walk.keys + KEYS - 1) / KEYS;
+  const char *cache = (const char *)a.cache.memory;
+  const int64_t to_value = walk.to_value();
+  const uint32_t tiles_at = shared_address(shared + shape::Q_BYTES);
+  auto find = [&](int t) { find_rows(walk, lists, t, tid, lane, warp); };
+  auto fetch = [&](int t) {
+    fetch_tile<T, D, C>(lists, cache, to_value, head_dim, tiles_at, t);
+  };
+  if (tid == 0) lists.length = length;
+  find(tile0);
+  find(tile0 + 1);
+  __syncthreads();
+  fetch(tile0);
+  copy_commit();
+
+  /* This lane's two rows of every mma are lane/4 and lane/4 + 8 of the warp's 16. */
+  const int r0 = warp * 16 + lane / 4, pair = lane % 4 * 2;
+  const prefill_row row0(a, rows, tile_q.position0, length, r0);
+  const prefill_row row1(a, rows, tile_q.position0, length, r0 + 8);
+  const T *const q0 = row0.query<T>(a, rows, head_dim);
+  const T *const q1 = row1.query<T>(a, rows, head_dim);
+  const prefill_sight sight(row0, row1, tree_begin(a, length) - 1);
+  const bool biased = a.alibi || a.soft_cap > 0.f || H::ACTIVE;
+  const hook_row of0 = row0.for_hook(a, rows, tile_q.seq, kv_head, length);
+  const hook_row of1 = row1.for_hook(a, rows, tile_q.seq, kv_head, length);
+  const score_rule rule(a);
+  const float k_scale = a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f;
+  const float scale = rule.scale * k_scale;
+
+  /* Loops over fragments stay here: in functions they make ptxas spill at head_dim 128. */
+  uint32_t q[shape::Q_SHARED ? 1 : D / 16][4];
+  uint4 *q_warp = (uint4 *)shared + warp * (D / 16) * WARP + lane;
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) {
+    uint32_t x[4];
+    load_fragment(x, q0, q1, k * 16 + pair, head_dim);
+    if constexpr (shape::Q_SHARED) q_warp[k * WARP] = make_uint4(x[0], x[1], x[2], x[3]);
+    else
+#pragma unroll
+      for (int i = 0; i < 4; i++) q[k][i] = x[i];
+  }
+
+  float out[D / 8][4] = {};
+  float m0 = -INFINITY, m1 = -INFINITY, l0 = 0.f, l1 = 0.f;
+  for (int t = tile0; t < tiles; t++) {
+    copy_wait<0>();
+    __syncthreads(); /* tile t and list t + 1 are complete, the buffer of t - 1 was read */
+    if (t + 1 < tiles) fetch(t + 1);
+    copy_commit();
+    if (t + 2 < tiles) find(t + 2);
+
+    const int *positions = lists.position[t % 3];
+    if (positions[0] > sight.most) continue; /* no row of this warp sees them */
+    const uint32_t k_at = tiles_at + (t & 1) * 2 * shape::TILE_BYTES;
+    const uint32_t v_at = k_at + shape::TILE_BYTES;
+    float s[KEYS / 8][4] = {};
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      uint32_t x[4];
+      take_fragment(x, q, q_warp, k);
+      multiply_keys<T, PIECES>(s, x, k_at, k, lane);
+    }
+    /* Positions ascend, so if all keys of a tile exist, its last one is the first to be out
+     * of sight. */
+    const int *whole = lists.whole[t % 3];
+    bool plain = whole[0] && whole[KEYS / WARP - 1] && positions[0] >= sight.low &&
+                 positions[KEYS - 1] <= sight.least && !biased;
+    float top0 = m0, top1 = m1;
+    if (plain) scale_scores(s, scale);
+    else mask_scores(s, rule, k_scale, positions, pair, row0, row1, hook, of0, of1);
+    if (a.tree && !plain) hide_by_tree(a, rows, s, positions, lists.length, pair, r0);
+    raise_tops(s, top0, top1);
+    const float shift0 = finite_shift(top0), shift1 = finite_shift(top1);
+    const float down0 = exp2_fast(m0 - shift0), down1 = exp2_fast(m1 - shift1);
+    m0 = top0;
+    m1 = top1;
+    l0 *= down0;
+    l1 *= down1;
+    scale_rows(out, down0, down1);
+    weigh_rows(s, shift0, shift1, l0, l1);
+    add_values<T, PIECES>(out, s, v_at, 0, lane);
+  }
+
+  l0 = warp_sum<4>(l0);
+  l1 = warp_sum<4>(l1);
+  float all[2] = {};
+#pragma unroll
+  for (int n = 0; n < D / 8; n++)
+#pragma unroll
+    for (int c = 0; c < 4; c++) all[c / 2] += out[n][c];
+  const bool mends0 = !(warp_sum<4>(all[0]) * 0.f == 0.f);
+  const bool mends1 = !(warp_sum<4>(all[1]) * 0.f == 0.f);
+  copy_wait<0>();
+  const float v_scale = a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f;
+  if (row0.has)
+    write_out(a, notes, rows, row0.r, head_dim, out, 0, m0, l0, mends0, v_scale, pair);
+  if (row1.has)
+    write_out(a, notes, rows, row1.r, head_dim, out, 2, m1, l1, mends1, v_scale, pair);
+}
+
+template <class T, int D, class C = T>
+__global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
+    paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups,
+                  uint8_t *notes) {
+  prefill<T, D, C>(a, subgroups, notes, no_hook());
+}
+
+}  // namespace kvl
+
+#endif

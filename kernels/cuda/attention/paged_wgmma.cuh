@@ -1,0 +1,372 @@
+/* Flash attention over paged KV for Hopper: 16-bit q, a cache of q's dtype or f8e4m3, head_dim
+ * 64, 96, 128, 192 or 256, blocks of any size; several new tokens a sequence, or one of more
+ * than 16 query heads on a KV head. paged_decode.cuh and paged_prefill.cuh do everything else.
+ *
+ * A thread block stays on its SM and takes item after item: query rows that share a KV head
+ * (tokens with all heads of the group); wgmma_plan.cuh tells which. Its warpgroups are
+ *   producers   one: a warp finds the work, ahead of the others; a warp brings K and another V
+ *               through a ring of tiles of keys, with a copy for every block of the table;
+ *               a warp brings Q of the next item while this one is computed
+ *   consumers   two, with 64 rows each (one, if there are no more rows; three at head_dim 64):
+ *               S = Q K^T and O += P V by wgmma, and the softmax in between in registers
+ *   copiers     one, if blocks are no multiple of 8 tokens or lie in host memory: two warps
+ *               copy the rows of K and two those of V
+ *   converters  one, over f8e4m3: it turns the tiles that were brought into f16. Then Q and P
+ *               are f16, too, and Q is scaled by a power of two
+ * Keys are taken from the last to the first, so the tiles with a causal mask come first and
+ * the loop over the others has no mask.
+ *
+ * S of tile j and P V of tile j-1 are given to the tensor cores together, also when j belongs
+ * to the next item; the softmax of j runs beside P V and the other consumer's products. It
+ * does not need the largest score: weights are relative to a reference. An item's first tile
+ * sets it, and it is raised only when a sum of weights gets large.
+ *
+ * With a bias (ALiBi, a soft cap, a draft tree, a hook) scores become final, in base 2, before
+ * they are weighed. For a run of keys that all rows see, which is nearly every tile, bias and
+ * weights are computed at once.
+ *
+ * Flops     4 * head_dim * heads * seen pairs of row and key
+ * Bytes     2 * keys * head_dim * 2 per item, from L2
+ * Limit     tensor cores; with few rows memory
+ * Tolerance P is rounded to q's dtype (over f8e4m3 to f16) before P V, as in paged_prefill.cuh.
+ *           Soft caps: 7e-7 of a score, or 2e-7 of the cap where scores are near the cap
+ * Best      H200, 2026-11-22, kernels/dev/prefill.cu: bf16, 32/8 heads, head_dim 128, block 16,
+ *           random tables, TFLOP/s; in brackets the version before on this machine:
+ *             causal 4K  636   8K  690   16K  738 (636)   32K  677 (612)   cuDNN 584, 595
+ *             4K x 32K  703 to 749 (655)   cuDNN 620
+ *             4K over 16K, head_dim 64  525 (464)   96  620   128  741   192  785   256  720
+ *           f8e4m3 460 (64), 569 (96), 676 to 685 (128), 665 (192), 443 (256)
+ *           ALiBi 640 (267), soft cap 523 (220), a hook like ALiBi 570, f8e4m3 with ALiBi 585
+ *           blocks of 1, 5, 12 tokens 560, 575, 550 (380, 445, 465); of 8 and more 730
+ *           2 ... 32 tokens over 1 x 128K 140 to 149 us (1416), 128 tokens 390 us
+ *           17 ... 64 heads a KV head, 16 x 8K 3660 to 3820 GB/s
+ *           notes/20261122-wgmma.md has the versions
+ * Source    Shah et al. 2024 (FlashAttention-3): warp specialisation, softmax under P V;
+ *           Dao et al. 2022: online softmax; Osama et al. 2023: stream-K. Results do not depend
+ *           on thread timing.
+ */
+#ifndef KVL_CUDA_PAGED_WGMMA_CUH
+#define KVL_CUDA_PAGED_WGMMA_CUH
+
+#include "args/attention.h"
+#include "cuda/programmatic.cuh"
+#include "cuda/attention/wgmma_convert.cuh"
+#include "cuda/attention/wgmma_state.cuh"
+
+namespace kvl {
+
+#if KVL_SM90A
+
+/* A consumer's loop: an iteration gives the tensor cores the scores of a tile and the values
+ * of the one before, also when the tile begins the next piece of work; then the piece before
+ * it is written. After the last piece the scores are those of nothing. */
+template <class T, class shape, bool BIASED, class H>
+__device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan,
+                       const H &hook, wgmma_memory<shape> &memory, int consumer) {
+  constexpr int D = shape::D, KEYS = shape::KEYS, STAGES = shape::STAGES;
+  constexpr int QS = shape::Q_STAGES;
+  const int warp = threadIdx.x / WARP % 4, lane = threadIdx.x % WARP;
+  /* This lane's rows of every product, and its first column. */
+  const int r0 = consumer * 64 + warp * 16 + lane / 4, r1 = r0 + 8, pair = lane % 4 * 2;
+  /* What x.s is multiplied with; with a bias, 1. */
+  float &key_size = memory.scales[consumer * 4 + warp];
+  const float &scale = shape::F8 && !BIASED ? key_size : memory.scale;
+
+  using M = std::conditional_t<shape::F8, __half, T>; /* is multiplied */
+  wgmma_state<M, shape> x;
+  wgmma_work w;
+  uint32_t n = 0, step = 0, q_step = 0;
+  const bool plain = a.out_dtype == a.dtype && !a.prev_lse;
+  int left;       /* tiles of this piece without scores */
+  int low, high;  /* every row of the warp sees all of a tile within them */
+  int2 span = {}; /* the present tile's */
+  float sum[2];
+  bool ready = false; /* every row of the warp has a reference */
+  const score_rule rule(a);
+  auto begin = [&] {
+    w = memory.wait_work(n);
+    memory.work_done(n++);
+    left = w.tiles;
+    low = 0, high = INT_MAX;
+    if (shape::F8) {
+      __syncwarp();
+      if (lane == 0)
+        key_size = (BIASED ? 1.f : a.scale * LOG2E) * key_scale(a, w.kv_head).size *
+                   (same<T, M> ? 1.f : memory.units[q_step % QS]);
+      __syncwarp();
+    }
+    if (BIASED) {
+      __syncwarp();
+      const query_rows rows = w.rows();
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        /* In place of a row that does not exist, the last one. */
+        const int r = min(i ? r1 : r0, rows.count - 1), token = r / w.heads_each;
+        const int head = w.head0 + r - token * w.heads_each;
+        wgmma_row row = {a.alibi ? a.alibi[head] * LOG2E : 0.f, w.position0 + token, head};
+        if (H::ACTIVE) row.head -= w.kv_head * (int)(a.heads / a.cache.kv_heads);
+        if (lane % 4 == 0) memory.rows[i ? r1 : r0] = row;
+      }
+      __syncwarp();
+    }
+    /* Rows that do not exist may see anything, and need no new reference. */
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int r = i ? r1 : r0;
+      const bool has = r < w.tokens * w.heads_each;
+      const wgmma_sight sight(a, w, r);
+      if (has) low = max(low, sight.low), high = min(high, sight.low + sight.seen - 1);
+      x.m[i] = has ? -INFINITY : 0.f;
+      x.l[i] = 0.f;
+    }
+    low = warp_max(low);
+    high = warp_min(high);
+    if (BIASED && a.tree) high = min(high, tree_begin(a, a.lens[w.seq]) - 1);
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) x.out[i] = 0.f;
+  };
+  auto of_hook = [&](const wgmma_row &row) -> hook_row {
+    return {w.seq, a.cache.kv_heads, w.kv_head, row.head, a.lens[w.seq], row.at};
+  };
+  /* Turns products into scores in base 2. */
+  auto bias = [&](int stage) {
+    const int *position = memory.positions[stage] + pair;
+    const float product = shape::F8 ? rule.scale * key_size : rule.scale;
+    const float by = a.soft_cap > 0.f ? 1.f : product;
+    if (a.soft_cap > 0.f) cap_scores(product, rule.cap, x.s);
+    const wgmma_row rows[2] = {memory.rows[r0], memory.rows[r1]};
+    if (a.alibi) {
+      const float apart = (float)(rows[0].at - rows[1].at);
+#pragma unroll
+      for (int g = 0; g < KEYS / 8; g++) {
+        const int2 key = *(const int2 *)(position + 8 * g);
+        const float far0 = (float)(key.x - rows[0].at);
+        const float far1 = (float)(key.y - rows[0].at);
+        x.s[4 * g] = x.s[4 * g] * by + rows[0].slope * far0;
+        x.s[4 * g + 1] = x.s[4 * g + 1] * by + rows[0].slope * far1;
+        x.s[4 * g + 2] = x.s[4 * g + 2] * by + rows[1].slope * (far0 + apart);
+        x.s[4 * g + 3] = x.s[4 * g + 3] * by + rows[1].slope * (far1 + apart);
+      }
+    } else if (a.soft_cap == 0.f) {
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; i++) x.s[i] *= by;
+    }
+    if constexpr (H::ACTIVE) {
+      const hook_row of[2] = {of_hook(rows[0]), of_hook(rows[1])};
+#pragma unroll
+      for (int i = 0; i < KEYS / 2; i++) {
+        const int key = position[i / 4 * 8 + (i & 1)];
+        x.s[i] = hook(x.s[i], of[i / 2 & 1], key < of[0].length ? key : 0);
+      }
+    }
+  };
+  /* The same and the weights at once, for one run of keys that all rows see, and not more than
+   * one kind of bias. Then bias and exponentials do not wait for each other. */
+  const bool capped = a.soft_cap > 0.f;
+  const bool at_once = !capped + !a.alibi + !H::ACTIVE >= 2;
+  auto weigh_run = [&](bool tiny) {
+    const float late = load_late(shape::F8 ? key_size : memory.scale);
+    const float by = rule.scale * late;
+    const float shift[2] = {finite_shift(x.m[0]), finite_shift(x.m[1])};
+    if constexpr (H::ACTIVE) {
+      const hook_row of[2] = {of_hook(memory.rows[r0]), of_hook(memory.rows[r1])};
+      x.weigh_by(scale, sum, [&](int i, float s) {
+        const int r = i / 2 & 1, key = span.x + pair + i / 4 * 8 + (i & 1);
+        return hook(s * by, of[r], key) - shift[r];
+      });
+    } else if (capped) {
+      if (tiny) x.template weigh_capped<true>(scale, sum, by, rule.cap, shift);
+      else x.template weigh_capped<false>(scale, sum, by, rule.cap, shift);
+    } else if (a.alibi) {
+      const wgmma_row rows[2] = {memory.rows[r0], memory.rows[r1]};
+      float first[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        first[r] = rows[r].slope * (float)(span.x + pair - rows[r].at) - shift[r];
+      x.weigh_by(scale, sum, [&](int i, float s) {
+        const int r = i / 2 & 1;
+        return s * by + (rows[r].slope * (float)(i / 4 * 8 + (i & 1)) + first[r]);
+      });
+    } else {
+      x.weigh_by(scale, sum, [&](int i, float s) { return s * by - shift[i / 2 & 1]; });
+    }
+  };
+  auto mask = [&](int stage) {
+    const int *position = memory.positions[stage];
+    const wgmma_sight sight0(a, w, r0), sight1(a, w, r1);
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i++) {
+      const int key = position[i / 4 * 8 + pair + (i & 1)];
+      if (!(i & 2 ? sight1 : sight0).sees(key)) x.s[i] = -INFINITY;
+    }
+    if (!BIASED || !a.tree) return;
+    const int length = a.lens[w.seq], tree = tree_begin(a, length), last = w.tokens - 1;
+    const int token0 = w.token0 + min(r0 / w.heads_each, last);
+    const int token1 = w.token0 + min(r1 / w.heads_each, last);
+    uint64_t hidden = 0;
+#pragma unroll 4
+    for (int i = 0; i < KEYS / 2; i++) {
+      const int key = position[i / 4 * 8 + pair + (i & 1)];
+      const bool hides = key >= tree && key < length &&
+                         !tree_shows(a, i & 2 ? token1 : token0, length, key);
+      hidden |= (uint64_t)hides << i;
+    }
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i++)
+      if (hidden >> i & 1) x.s[i] = -INFINITY;
+  };
+
+  if (memory.wait_work(0).tokens == 0) return;
+  barrier_wait(memory.q_full(0), 0);
+  begin();
+  barrier_wait(memory.k_full(0), 0);
+  products_begin();
+  x.scores(memory.q(0, consumer), memory.k(0));
+  products_wait<0>();
+  settle(x.s);
+  uint32_t k = 0;
+  span = memory.span(0);
+  /* Makes weights of the products. The vote stands where all lanes come: after one in a branch,
+   * ptxas keeps no descriptors in uniform registers. */
+  auto weigh = [&](auto begins_item) {
+    const bool masked = span.x < low || span.y > high;
+    bool fused = false, tiny = false;
+    if (BIASED && !begins_item.value) {
+      fused = at_once && ready && !masked && span.y - span.x == KEYS - 1;
+      const float by = shape::F8 ? rule.scale * key_size : rule.scale;
+      if (capped) {
+        const float most = x.largest_size() * by;
+        fused = fused && most <= CAP_SMALL && by < 1e4f; /* by^9 is a float */
+        tiny = most <= CAP_TINY;
+      }
+      fused = __all_sync(ALL_LANES, fused);
+      tiny = __all_sync(ALL_LANES, tiny);
+    }
+    if (BIASED && !fused) bias(k);
+    if (masked) mask(k);
+    barrier_arrive_warp(memory.k_empty(k), lane);
+    if (--left == 0) barrier_arrive_warp(memory.q_empty(q_step % QS), lane);
+    if (!ready) {
+      x.refer(scale);
+      ready = __all_sync(ALL_LANES, x.refers());
+    }
+    if (BIASED && fused) weigh_run(tiny);
+    else x.weigh(scale, sum);
+  };
+  weigh(std::true_type());
+  for (;;) {
+    x.l[0] += sum[0];
+    x.l[1] += sum[1];
+    x.pack();
+    const uint32_t v = step % STAGES, v_parity = step / STAGES & 1;
+    const bool ends = left == 0;
+    bool more = true;
+    if (ends) {
+      more = memory.wait_work(n).tokens > 0;
+      if (more) {
+        q_step++;
+        barrier_wait(memory.q_full(q_step % QS), q_step / QS & 1);
+      }
+    }
+    k = ++step % STAGES;
+    if (more) barrier_wait(memory.k_full(k), step / STAGES & 1);
+    span = memory.span(k);
+    products_begin();
+    x.scores(memory.q(q_step % QS, consumer), memory.k(k));
+    barrier_wait(memory.v_full(v), v_parity);
+    products_begin();
+    x.values(memory.v(v));
+    products_wait<1>();
+    settle(x.s);
+    if (!ends) weigh(std::false_type());
+    products_wait<0>();
+    settle(x.out);
+    barrier_arrive_warp(memory.v_empty(v), lane);
+    if (ends) {
+      if (plain && w.part < 0) {
+        write_plain_rows<T>(a, plan, w, x, memory.out(consumer * 4 + warp), r0 - lane / 4);
+      } else {
+        write_row_of_work(a, plan, w, x, 0, r0);
+        write_row_of_work(a, plan, w, x, 1, r1);
+      }
+      if (!more) return;
+      begin();
+      ready = false;
+      weigh(std::true_type());
+    } else if (!__all_sync(ALL_LANES, fmaxf(sum[0], sum[1]) <= WEIGHTS_MOST)) {
+      if (__all_sync(ALL_LANES, fmaxf(sum[0], sum[1]) <= WEIGHTS_LOST)) {
+        x.lower(sum);
+        continue;
+      }
+      scores_again<T, BIASED>(a, w, left, r0, hook, scale, x);
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        x.raise(r, fmaxf(x.largest(r) * scale - finite_shift(x.m[r]), 0.f));
+      x.weigh(scale, sum);
+    }
+  }
+}
+
+#endif
+
+/* BIASED: with ALiBi, a soft cap, a draft tree or a hook. */
+template <class T, class shape, bool BIASED, class H>
+__device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &a,
+                                                const CUtensorMap &map,
+                                                const wgmma_plan &plan, const H &hook) {
+#if KVL_SM90A
+  __shared__ wgmma_memory<shape> memory;
+  if (threadIdx.x == 0) {
+    prefetch_map(&map);
+    memory.init(plan, BIASED ? 1.f : a.scale * LOG2E);
+  }
+  __syncthreads();
+  /* The tables are large, and a cold read of them would be the first thing to wait for. */
+  const int64_t number = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (number * 32 < a.seqs * a.max_blocks) prefetch_l2(a.tables + number * 32);
+  if (number * 32 < a.seqs) prefetch_l2(a.lens + number * 32);
+  if (a.starts && number * 32 < a.seqs) prefetch_l2(a.starts + number * 32);
+  wait_for_previous();
+  if (shape::JOIN_BESIDE || plan.shares == 0) let_next_start();
+  /* warp is the same in all lanes; the shuffle tells the compiler so. */
+  const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
+  if (warpgroup > 0 && warpgroup <= shape::CONSUMERS) {
+    registers_take<shape::TAKE>();
+    attend<T, shape, BIASED>(a, plan, hook, memory, warpgroup - 1);
+    return;
+  }
+  registers_give<shape::GIVE>();
+  if constexpr (shape::F8) {
+    if (warpgroup > 0) {
+      if (warp % 4 < 2) convert_tiles<shape, false>(memory, warp % 2);
+      else convert_tiles<shape, true>(memory, warp % 2);
+      return;
+    }
+  }
+  if constexpr (shape::BY_ROW) {
+    if (warpgroup > 0) bring_rows<shape>(a, plan, memory, warp % 2, warp % 4 / 2);
+    else if (warp == 2) bring_queries<T, shape>(a, memory);
+    else if (warp == 3) find_work<shape>(a, plan, memory);
+    return;
+  }
+  constexpr bool BOXES = shape::HAS_BY_ROW && !H::ACTIVE; /* nothing else comes here */
+  if (!BOXES && warp < 2 && plan.box == 0) {
+    bring_rows<shape>(a, plan, memory, warp == 1, 0);
+  } else if (warp == 0) bring_tiles<shape, false>(a, map, plan, memory);
+  else if (warp == 1) bring_tiles<shape, true>(a, map, plan, memory);
+  else if (warp == 2) bring_queries<T, shape>(a, memory);
+  else find_work<shape>(a, plan, memory);
+#endif
+}
+
+template <class T, class shape, bool BIASED>
+__global__ void __maxnreg__(shape::REGISTERS)
+    paged_wgmma(const __grid_constant__ kvl_paged_attention_args a,
+                const __grid_constant__ CUtensorMap map,
+                const __grid_constant__ wgmma_plan plan) {
+  wgmma_attention<T, shape, BIASED>(a, map, plan, no_hook());
+}
+
+}  // namespace kvl
+
+#endif

@@ -1,0 +1,136 @@
+/* Applies rope to q in place and to k on its way into the cache, and appends v. One launch
+ * does what two of rope and one of append_kv do, with the same bits.
+ *
+ *   q          f32 f16 bf16         [tokens, heads, head_dim]      in place
+ *   k, v       like q               [tokens, kv_heads, head_dim]   not changed
+ *   positions  i32                  [tokens]
+ *   inv_freq   f32                  [pairs]    pairs <= head_dim / 2; other dims stay
+ *   places     i64                  [tokens]   block * block_size + offset; < 0 is skipped
+ *   cache      f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
+ *   k_scale, v_scale  f32           [kv_heads] of an f8e4m3 cache; optional
+ * q, k and v are f32 or of the cache's dtype; for f8e4m3 any float dtype. 16-byte aligned;
+ * head_dim a multiple of 8 up to 256. k is rounded to its own dtype before it is converted to
+ * the cache's.
+ *
+ * Bytes   tokens * head_dim * (2 heads * element + 2 kv_heads * (element + element of
+ *         cache)); k is read and written once less than by the three launches
+ * Limit   memory; the launch for the tokens of a decode step
+ * Best    32 and 8 heads x 128, bf16: 4096 tokens 35.7 us, 0.92 of the run's read bandwidth
+ *         (three launches 46.9 us), to f8e4m3 35.4 us, 0.85; 16 tokens 6.2 us (12.7 us), an
+ *         empty launch 3.0 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu) */
+#include "args/attention.h"
+#include "cuda/attention/append_rows.cuh"
+#include "cuda/linear/rope.cuh"
+
+namespace kvl {
+namespace {
+
+constexpr int EARLY_TOKENS = 64; /* of more, other blocks of an SM hide a block's start */
+
+/* How many lanes share a head. Each takes N pairs, that is two packs of N numbers (low and
+ * high), the same two packs of V, and its share of the dims past the pairs, of K and of V. */
+template <int N> __host__ __device__ __forceinline__ int lanes_of(int pairs) {
+  return pairs >= N ? pairs / N : 16;
+}
+
+/* A token's rows are its heads of q, then of k, then of v. Grid: tokens, runs of rows_block
+ * rows. A thread loads its next row while it works on one, and its first row while the sines
+ * are computed. Those of a few tokens are computed while the kernels ahead still run, and
+ * their angles looked at again after the wait. */
+template <int N, class From, class To>
+__global__ void __launch_bounds__(ROPE_THREADS)
+    rope_append_kernel(const __grid_constant__ kvl_rope_append_args a, int rows_block) {
+  __shared__ rope_angles angles;
+  const int pairs = (int)a.pairs, head_dim = a.cache.key.dim, kv_heads = a.cache.kv_heads;
+  const int heads = (int)a.heads, lanes = lanes_of<N>(pairs), step = ROPE_THREADS / lanes;
+  const int lane = (int)threadIdx.x % lanes, low = lane * N, high = low + pairs;
+  const int64_t token = blockIdx.x;
+  let_next_start();
+  const bool early = a.tokens <= EARLY_TOKENS;
+  if (early) angles.make((float)read_early(a.positions + token), a.inv_freq, pairs);
+  wait_for_previous();
+  const int64_t place = a.places[token];
+  auto at = [&](int row) {
+    if (row < heads) return (From *)a.q + (token * heads + row) * head_dim;
+    const bool is_v = row >= heads + kv_heads;
+    const int head = row - heads - (is_v ? kv_heads : 0);
+    return (From *)(is_v ? a.v : a.k) + (token * kv_heads + head) * head_dim;
+  };
+  pack<From, N> x, y, next_x, next_y;
+  auto load = [&](int row) {
+    next_x = load_pack<N>(at(row) + low);
+    next_y = load_pack<N>(at(row) + high);
+  };
+  int row = (int)blockIdx.y * rows_block + (int)threadIdx.x / lanes;
+  int end = min((int)(blockIdx.y + 1) * rows_block, heads + 2 * kv_heads);
+  if ((int)threadIdx.x >= step * lanes) end = 0; /* these threads make no whole head */
+  if (row < end && pairs) load(row);
+  angles.make((float)read_early(a.positions + token), a.inv_freq, pairs, !early);
+  const token_place to(place, a.cache.block_size);
+  __syncthreads();
+  for (; row < end; row += step) {
+    x = next_x, y = next_y;
+    if (row + step < end && pairs) load(row + step);
+    if (row < heads + kv_heads && pairs) {
+      float u[N], v[N];
+#pragma unroll
+      for (int e = 0; e < N; e++) u[e] = to_float(x.at[e]), v[e] = to_float(y.at[e]);
+      angles.turn(u, v, low);
+#pragma unroll
+      for (int e = 0; e < N; e++) {
+        x.at[e] = from_float<From>(u[e]);
+        y.at[e] = from_float<From>(v[e]);
+      }
+    }
+    if (row < heads) {
+      if (pairs) store_pack<N>(at(row) + low, x), store_pack<N>(at(row) + high, y);
+      continue;
+    }
+    const int half = row >= heads + kv_heads, head = row - heads - half * kv_heads;
+    To *cell = row_in<To>(a.cache, half ? a.cache.value : a.cache.key, to.block, head,
+                          to.offset);
+    if (!cell) continue;
+    const float scale = head_scale<To>(half ? a.cache.v_scale : a.cache.k_scale, head);
+    if (pairs) {
+      store_pack<N>(cell + low, convert_pack<To>(x, scale));
+      store_pack<N>(cell + high, convert_pack<To>(y, scale));
+    }
+    for (int d = 2 * pairs + low; d < head_dim; d += lanes * N)
+      store_pack<N>(cell + d, convert_pack<To>(load_pack<N>(at(row) + d), scale));
+  }
+}
+
+template <int N, class From, class To>
+void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
+  const int rows = (int)a.heads + 2 * a.cache.kv_heads;
+  const int step = ROPE_THREADS / lanes_of<N>((int)a.pairs); /* few tokens: a block each */
+  const int each = a.tokens < 4 * q->sm_count && rows <= 65535 * step ? step : rows;
+  const dim3 grid((unsigned)a.tokens, (unsigned)((rows + each - 1) / each));
+  launch_programmatic(rope_append_kernel<N, From, To>, grid, ROPE_THREADS, 0, q, a, each);
+}
+template <class From, class To>
+void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
+  if (a.pairs % WIDE<From> == 0) start<WIDE<From>, From, To>(a, q);
+  else start<1, From, To>(a, q);
+}
+
+}  // namespace
+}  // namespace kvl
+
+KVL_CUDA_KERNEL(rope_append) {
+  using namespace kvl;
+  const kvl_rope_append_args &a = *(const kvl_rope_append_args *)args;
+  const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
+  if (a.tokens == 0 || a.heads + a.cache.kv_heads == 0) return KVL_OK;
+  if (!aligned16(a.q, a.k, a.v, a.cache.memory))
+    return kvl__cuda_check(cudaErrorMisalignedAddress);
+  if (a.cache.codec == KVL_DTYPE_F8E4M3) {
+    KVL_CUDA_BY_FLOAT(a.dtype, From, { start<From, f8e4m3>(a, q); })
+  } else {
+    KVL_CUDA_BY_FLOAT(a.cache.codec, To, {
+      if (a.dtype == a.cache.codec) start<To, To>(a, q);
+      else start<float, To>(a, q);
+    })
+  }
+  return kvl__cuda_launched();
+}

@@ -1,0 +1,72 @@
+/* Joins the partial softmaxes of items that paged_wgmma.cuh has divided; wgmma_plan.cuh says
+ * where they are. */
+#ifndef KVL_CUDA_WGMMA_COMBINE_CUH
+#define KVL_CUDA_WGMMA_COMBINE_CUH
+
+#include "args/attention.h"
+#include "cuda/attention/combine_parts.cuh"
+#include "cuda/attention/paged_mend.cuh"
+#include "cuda/attention/wgmma_plan.cuh"
+
+namespace kvl {
+
+/* A warp takes some dims of a query row. The one with the first of them computes the row again
+ * if that is necessary (paged_mend.cuh); with a hook, it notes it. Beside work with few rows
+ * the kernel starts early, as paged_combine does: what it runs before it waits costs nothing. */
+template <class T, class shape>
+__global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
+    wgmma_combine(const __grid_constant__ kvl_paged_attention_args a,
+                  const __grid_constant__ wgmma_plan plan, int dim_lanes, bool hooked) {
+#if KVL_SM90A
+  constexpr int D = shape::D;
+  let_next_start();
+  const combine_lanes lanes(dim_lanes);
+  const int pieces = (D / 4 + dim_lanes - 1) / dim_lanes;
+  const int items = plan.entries * plan.lanes * plan.rows * pieces;
+  for (int item = blockIdx.x * COMBINE_WARPS + threadIdx.x / WARP; item < items;
+       item += gridDim.x * COMBINE_WARPS) {
+    int rest = item / pieces;
+    const bool is_first = item == rest * pieces;
+    const int dim = lanes.dim(item - rest * pieces);
+    const int r = rest % plan.rows;
+    rest /= plan.rows;
+    const int entry = rest / plan.lanes, to_lane = rest - entry * plan.lanes;
+    /* Lengths may be read before the wait: the attention waited for them. */
+    wgmma_work w(a, plan, entry);
+    w.set_lane<shape>(a, plan, to_lane);
+    const query_rows rows = w.rows();
+    if (w.tokens == 0 || r >= rows.count) continue;
+    wait_for_previous(); /* after the first time this costs nothing */
+    const uint32_t total = plan.firsts[plan.entries], before = plan.firsts[entry];
+    const uint32_t tiles = (plan.firsts[entry + 1] - before) / plan.groups();
+    const int group = to_lane / plan.side, beside = to_lane - group * plan.side;
+    const uint32_t shares = shares_used(plan, total), first = before + group * tiles;
+    const int share = share_of(total, first, shares);
+    const int count = share_of(total, first + tiles - 1, shares) - share + 1;
+    const int64_t row = rows.token(r) * a.heads + rows.head(r);
+    bool mends;
+    if (count == 1) {
+      mends = !hooked && is_first && plan.notes[row];
+    } else {
+      float m, sum, x[4];
+      auto part = [&](int i) {
+        return (uint32_t)(plan.part(share + i, beside, i == 0) * plan.rows + r);
+      };
+      join_parts(lanes, plan.out, plan.lse, D, dim, count, part, x, m, sum);
+      mends = sum != sum;
+      if (lanes.mine == 0 && dim < D && !mends)
+        write_row(a, end_row(a, row, m, sum), row, dim, x);
+      if (hooked && is_first && threadIdx.x % WARP == 0) plan.notes[row] = mends;
+    }
+    if (mends && is_first && !hooked) {
+      const mend_row again(a, row);
+      compute_row<T, std::conditional_t<shape::F8, f8e4m3, T>>(a, again, no_hook());
+    }
+  }
+  wait_for_previous();
+#endif
+}
+
+}  // namespace kvl
+
+#endif

@@ -1,0 +1,243 @@
+/* The host's side of paged_wgmma.cuh: which calls it takes, the shape of the kernel and the
+ * plan of the work for a call, the map of the cache for TMA, and the launches. */
+#ifndef KVL_CUDA_WGMMA_LAUNCH_CUH
+#define KVL_CUDA_WGMMA_LAUNCH_CUH
+
+#include "args/attention.h"
+#include "cuda/launch.cuh"
+#include "cuda/attention/paged_wgmma.cuh"
+#include "cuda/attention/wgmma_combine.cuh"
+
+namespace kvl {
+
+/* Maps the cache as [strips of all blocks, block_size / 8, PARTS, 8, ATOM], so that a box of
+ * `groups` times eight tokens arrives as [groups, PARTS] atoms; those of f8e4m3 are not
+ * swizzled. Copies of single rows need no map. */
+template <class T, class shape>
+int map_cache(const kvl_pages &c, int groups, CUtensorMap *map) {
+  if (groups == 0) {
+    *map = {};
+    return KVL_OK;
+  }
+  const cuuint64_t bytes = shape::F8 ? 1 : 2, bytes_row = c.key.bytes_row;
+  const cuuint64_t parts = shape::PARTS;
+  const cuuint64_t dims[5] = {shape::ATOM, 8, parts, (cuuint64_t)c.block_size / 8,
+                              (cuuint64_t)c.blocks * kvl__strips(&c)};
+  const cuuint64_t strides[4] = {bytes_row, bytes * shape::ATOM, 8 * bytes_row,
+                                 (cuuint64_t)c.key.bytes};
+  const cuuint32_t box[5] = {shape::ATOM, 8, (cuuint32_t)parts, (cuuint32_t)groups, 1};
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  const CUresult r = encode_map()(
+      map,
+      shape::F8                   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+      : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                  : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      5, c.memory, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      shape::F8           ? CU_TENSOR_MAP_SWIZZLE_NONE
+      : shape::ATOM == 64 ? CU_TENSOR_MAP_SWIZZLE_128B
+                          : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return r == CUDA_SUCCESS ? KVL_OK : kvl__cuda_check(cudaErrorInvalidValue);
+}
+
+inline int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
+
+/* Is the cache copied in boxes of eight tokens and more? Otherwise row by row. */
+inline bool wgmma_boxes(const kvl_pages &c) {
+  return c.block_size % 8 == 0 && !c.pinned && c.blocks > 0 &&
+         c.blocks * kvl__strips(&c) <= INT_MAX && encode_map();
+}
+
+/* Without a bias, products are masked before they are scaled, so the scale has to be positive.
+ * One new token of at most 16 heads a KV head is for paged_decode.cuh, and so is a hook's
+ * decode. lua/kvlab/kernel/cuda_attention.lua relies on it that a hook's prefill is taken for
+ * these dtypes and head_dims. */
+inline bool wgmma_takes(const kvl_paged_attention_args &a, int device, bool hooked) {
+  const kvl_pages &c = a.cache;
+  const int d = c.key.dim;
+  if (!is_hopper_device(device) || a.dtype == KVL_DTYPE_F32) return false;
+  if (c.codec != a.dtype && c.codec != KVL_CODEC_F8E4M3) return false;
+  if (d != 64 && d != 96 && d != 128 && d != 192 && d != 256) return false;
+  if (!wgmma_boxes(c) && c.blocks * c.bytes_page / c.key.bytes_row >= (int64_t)UINT32_MAX)
+    return false; /* more rows than a producer can number */
+  if (hooked) return a.starts;
+  return (a.starts || a.tree || a.heads / c.kv_heads > 16) && a.scale > 1e-6f;
+}
+/* About how many tiles of tokens a call has. */
+inline int64_t busy_entries(const kvl_paged_attention_args &a, int tokens_tile) {
+  const int64_t full = (a.tokens + tokens_tile - 1) / tokens_tile;
+  return full > a.seqs ? full : a.seqs;
+}
+/* Do the new tokens of a sequence fill at most so many query rows? */
+inline bool few_rows(const kvl_paged_attention_args &a, int rows) {
+  const int group = (int)(a.heads / a.cache.kv_heads);
+  return group <= rows && busy_entries(a, a.starts ? rows / group : 1) == a.seqs;
+}
+
+/* How many lanes are best done side by side: the KV heads of a block are neighbours in memory,
+ * and are read at about the same time then. As many as leave few SMs without work. */
+inline int lanes_beside(int lanes, int sm_count) {
+  int side = lanes;
+  while (lanes % side || sm_count / side * side * 16 < sm_count * 15) side--;
+  return side;
+}
+
+/* The device's L2 cache in bytes. */
+inline int64_t l2_bytes(int device) {
+  int bytes = 0;
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrL2CacheSize, device);
+  return bytes;
+}
+
+/* Plans the work of a call; returns the bytes of its workspace, which must be 16-byte aligned
+ * and may be NULL when only its size is asked for. */
+template <class shape>
+size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
+                  wgmma_plan &plan) {
+  const int group = (int)(a.heads / a.cache.kv_heads);
+  const int heads_each = group < shape::ROWS ? group : shape::ROWS;
+  plan = {};
+  plan.by_block = divisor(a.cache.block_size);
+  /* A box of f8e4m3 lies in a half of a tile. */
+  const int most_keys = shape::F8 ? shape::KEYS / 2 : shape::KEYS;
+  plan.box = wgmma_boxes(a.cache) ? common_divisor(a.cache.block_size, most_keys) / 8 : 0;
+  plan.tokens_tile = a.starts ? shape::ROWS / heads_each : 1;
+  plan.by_tile = divisor(plan.tokens_tile);
+  plan.subgroups = (group + shape::ROWS - 1) / shape::ROWS;
+  plan.lanes = a.cache.kv_heads * plan.subgroups;
+  plan.entries = (int)(a.starts ? a.tokens / plan.tokens_tile + a.seqs : a.seqs);
+  char *at = (char *)a.workspace;
+  const size_t notes = note_bytes(a);
+  plan.notes = (uint8_t *)at;
+  at += notes;
+  const int64_t busy = busy_entries(a, plan.tokens_tile);
+  const int64_t room = (a.selection ? a.max_selected : a.max_blocks) * a.cache.block_size;
+  if (busy * plan.lanes < 2 * sm_count || busy == a.seqs) {
+    plan.side = shape::FEW ? lanes_beside(plan.lanes, sm_count) : 1;
+    plan.shares = sm_count / plan.side;
+    /* The tiles of one sequence have the same keys: with whole shares for each of them, these
+     * keys are read at about the same time. */
+    if (a.seqs == 1 && busy <= plan.shares / 4) plan.shares = plan.shares / busy * busy;
+    const int64_t tiles = plan.entries * (room / shape::KEYS + 1) * plan.groups();
+    if (tiles < plan.shares) plan.shares = (int)tiles;
+    plan.rows = (int)(a.tokens < plan.tokens_tile ? a.tokens : plan.tokens_tile) * heads_each;
+    /* A share reads at least 8 times the bytes of its partial result. */
+    const int bytes = (shape::F8 ? 2 : 4) * shape::KEYS; /* a tile's, for one dim */
+    plan.least = (8 * 4 * plan.rows + bytes - 1) / bytes;
+    const size_t parts = (size_t)2 * plan.shares * plan.side * plan.rows;
+    plan.out = (float *)at;
+    plan.lse = plan.out + parts * shape::D;
+    plan.firsts = (uint32_t *)(plan.lse + parts);
+    return notes + parts * (shape::D + 1) * sizeof(float) +
+           (plan.entries + 1) * sizeof(uint32_t);
+  }
+  /* As many KV heads at once as half of the L2 holds, if these are enough to do. */
+  const int64_t bytes = room * shape::D * (shape::F8 ? 2 : 4);
+  int64_t section = l2_bytes(device) / 2 / (bytes > 0 ? bytes : 1) * plan.subgroups;
+  const int64_t enough = (4 * sm_count + busy - 1) / busy;
+  if (section < enough) section = enough;
+  plan.section = (int)(section < plan.lanes ? section : plan.lanes);
+  if (plan.section == plan.lanes) return notes;
+  plan.counter = (int *)at;
+  return notes + sizeof(int);
+}
+
+/* Launches a call that is planned. start(grid, programmatic, map) launches the attention. With a
+ * hook, noted rows are left to the caller. */
+template <class T, class shape, class F>
+int launch_planned(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool hooked,
+                   const kvl_cuda_queue *q, F start) {
+  CUtensorMap map;
+  int status = map_cache<T, shape>(a.cache, plan.box, &map);
+  if (status < 0) return status;
+  if (plan.shares > 0) {
+    status = start(plan.shares * plan.side, true, map);
+    if (status < 0) return status;
+    const int64_t items = (int64_t)plan.entries * plan.lanes;
+    const int dim_lanes = combine_dim_lanes(plan.shares * plan.side / items + 2);
+    const int64_t warps = items * plan.rows * ceil_div(shape::D / 4, dim_lanes);
+    const int64_t blocks = ceil_div(warps, COMBINE_WARPS), full = 4 * (int64_t)q->sm_count;
+    status = prefer_shared<wgmma_combine<T, shape>>(q);
+    if (status < 0) return status;
+    return launch_programmatic(wgmma_combine<T, shape>,
+                               (unsigned)(blocks < full ? blocks : full),
+                               COMBINE_WARPS * WARP, 0, q, a, plan, dim_lanes, hooked);
+  }
+  if (plan.counter)
+    status = kvl__cuda_check(cudaMemsetAsync(plan.counter, 0, sizeof(int), q->stream));
+  if (status < 0) return status;
+  const int64_t items = (int64_t)plan.entries * plan.lanes;
+  status = start(items < q->sm_count ? (int)items : q->sm_count, false, map);
+  if (status < 0 || hooked) return status;
+  return launch_mend<T, std::conditional_t<shape::F8, f8e4m3, T>>(a, q);
+}
+
+template <class T, class shape, bool BIASED>
+int launch_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  constexpr auto kernel = paged_wgmma<T, shape, BIASED>;
+  wgmma_plan plan;
+  plan_wgmma<shape>(a, q->device, q->sm_count, plan);
+  return launch_planned<T, shape>(
+      a, plan, false, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
+        int status = allow_shared<paged_wgmma<T, shape, BIASED>>(q, shape::SHARED_BYTES);
+        if (status == KVL_OK) status = prefer_shared<paged_wgmma<T, shape, BIASED>>(q);
+        if (status < 0) return status;
+        if (programmatic)
+          return launch_programmatic(kernel, grid, shape::THREADS, shape::SHARED_BYTES, q, a,
+                                     map, plan);
+        kernel<<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, map, plan);
+        return (int)KVL_OK;
+      });
+}
+
+/* The result of f with a head_dim that wgmma_takes, as a constant. */
+template <class F> auto with_wgmma_dim(int dim, F f) {
+  if (dim == 64) return f(std::integral_constant<int, 64>());
+  if (dim == 96) return f(std::integral_constant<int, 96>());
+  if (dim == 128) return f(std::integral_constant<int, 128>());
+  if (dim == 192) return f(std::integral_constant<int, 192>());
+  return f(std::integral_constant<int, 256>());
+}
+
+/* The result of f with the shape for a call that wgmma_takes. A hook is compiled for one. */
+template <int D, class F>
+auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
+  const bool f8 = a.cache.codec == KVL_DTYPE_F8E4M3;
+  const bool few = !hooked && few_rows(a, f8 ? wgmma_shape<D, true, true>::ROWS
+                                             : wgmma_shape<D, true>::ROWS);
+  if (f8) return few ? f(wgmma_shape<D, true, true>()) : f(wgmma_shape<D, false, true>());
+  if constexpr (D <= 192)
+    if (!hooked && !wgmma_boxes(a.cache))
+      return few ? f(wgmma_shape<D, true, false, true>())
+                 : f(wgmma_shape<D, false, false, true>());
+  return few ? f(wgmma_shape<D, true>()) : f(wgmma_shape<D>());
+}
+
+/* The bytes of the workspace of a call that wgmma_takes. */
+inline size_t wgmma_bytes(const kvl_paged_attention_args &a, int device, int sm_count,
+                          bool hooked) {
+  return with_wgmma_dim(a.cache.key.dim, [&](auto dim) {
+    return with_wgmma_shape<dim.value>(a, hooked, [&](auto shape) {
+      wgmma_plan plan;
+      return plan_wgmma<decltype(shape)>(a, device, sm_count, plan);
+    });
+  });
+}
+
+template <class T, int D>
+int launch_wgmma_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  return with_wgmma_shape<D>(a, false, [&](auto shape) {
+    if (a.alibi || a.soft_cap > 0.f || a.tree)
+      return launch_shape<T, decltype(shape), true>(a, q);
+    return launch_shape<T, decltype(shape), false>(a, q);
+  });
+}
+
+/* Launches a call that wgmma_takes. instances/paged_wgmma_f16.cu and paged_wgmma_bf16.cu
+ * define it, one each, so that the kernels are compiled side by side. */
+template <class T>
+int launch_wgmma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q);
+
+}  // namespace kvl
+
+#endif

@@ -1,0 +1,436 @@
+/* The shared memory of a thread block of paged_wgmma.cuh, its barriers, and the warps that
+ * fill it: one finds the work, one brings K, one V and one Q. wgmma_convert.cuh has those that
+ * turn f8e4m3 into f16. */
+#ifndef KVL_CUDA_WGMMA_MEMORY_CUH
+#define KVL_CUDA_WGMMA_MEMORY_CUH
+
+#include "args/attention.h"
+#include "cuda/attention/wgmma_plan.cuh"
+
+namespace kvl {
+
+#if KVL_SM90A
+
+/* What a bias of a query row depends on, here because registers are short: the head (for a
+ * hook, that of the group), its ALiBi slope in base 2, the position. */
+struct alignas(16) wgmma_row {
+  float slope;
+  int at, head;
+};
+
+/* The layout: Q [Q_STAGES, consumers, PARTS, 64, ATOM], K and V [STAGES, GROUPS, PARTS, 8,
+ * ATOM], all in swizzled atoms; then what each consumer's warp writes, a part at a time [16,
+ * 64]. */
+template <class shape> struct wgmma_memory {
+  static constexpr int STAGES = shape::STAGES, QS = shape::Q_STAGES, SLOTS = 4;
+  static constexpr int CONSUMER_WARPS = 4 * shape::CONSUMERS;
+  static constexpr int COPIERS = shape::COPIERS;
+  static constexpr int READERS = CONSUMER_WARPS + 1 + 2 * COPIERS + 4 * shape::F8;
+  static constexpr int BARRIERS = (shape::F8 ? 6 : 4) * STAGES + 2 * QS + 2 * SLOTS + 1;
+  /* What consumers know of a tile: the positions of its keys (NO_KEYS or more: there is no
+   * such key), and the first and last of them (the last is INT_MAX when some keys do not
+   * exist), from each of the warps that copy K. */
+  alignas(16) int positions[STAGES][shape::KEYS];
+  int2 spans[COPIERS][STAGES];
+  /* What converters know of a tile of K or V: nothing is to be changed, or which signs are to
+   * be and how many keys of each eight are to be kept. */
+  uint32_t changes[shape::F8 ? 2 : 1][STAGES];
+  int8_t kept[shape::F8 ? 2 : 1][STAGES][shape::GROUPS];
+  wgmma_row rows[shape::ROWS]; /* of each consumer's present item; with a bias */
+  wgmma_work work[SLOTS];
+  float scale; /* turns what a consumer's products are into scores in base 2 */
+  /* Of f8e4m3: the same for each consumer's warp, and the unit of Q in each stage. */
+  float scales[CONSUMER_WARPS], units[QS];
+  alignas(8) uint64_t barriers[BARRIERS];
+
+  __device__ uint32_t q(int stage, int consumer) const {
+    return tiles() + stage * shape::Q_BYTES + consumer * shape::Q_ROWS_BYTES;
+  }
+  __device__ uint32_t k(int stage) const {
+    return tiles() + QS * shape::Q_BYTES + stage * shape::TILE_BYTES;
+  }
+  __device__ uint32_t v(int stage) const { return k(STAGES + stage); }
+  __device__ uint32_t out(int warp) const {
+    return k(2 * STAGES) + warp * shape::OUT_WARP_BYTES;
+  }
+  __device__ uint32_t k_full(int s) const { return barrier(s); }
+  __device__ uint32_t v_full(int s) const { return barrier(STAGES + s); }
+  __device__ uint32_t k_empty(int s) const { return barrier(2 * STAGES + s); }
+  __device__ uint32_t v_empty(int s) const { return barrier(3 * STAGES + s); }
+  __device__ uint32_t q_full(int s) const { return barrier(4 * STAGES + s); }
+  __device__ uint32_t q_empty(int s) const { return barrier(4 * STAGES + QS + s); }
+  __device__ uint32_t work_full(int s) const { return barrier(4 * STAGES + 2 * QS + s); }
+  __device__ uint32_t work_empty(int s) const { return work_full(SLOTS + s); }
+  __device__ uint32_t side() const { return work_empty(SLOTS); }
+  __device__ uint32_t came(bool v, int s) const { return side() + 8 * (1 + v * STAGES + s); }
+  /* Of K or V: where a producer tells that a tile is in shared memory, and so on. */
+  __device__ uint32_t brought(bool of_v, int s) const {
+    return shape::F8 ? came(of_v, s) : of_v ? v_full(s) : k_full(s);
+  }
+  __device__ uint32_t empty(bool of_v, int s) const { return of_v ? v_empty(s) : k_empty(s); }
+  __device__ uint32_t tile(bool of_v, int s) const { return of_v ? v(s) : k(s); }
+
+  __device__ void init(const wgmma_plan &plan, float scale_) {
+    scale = scale_;
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(k_full(i), shape::F8 ? 2 : COPIERS * WARP);
+      barrier_init(v_full(i), shape::F8 ? 2 : plan.box == 0 ? COPIERS * WARP : 1);
+      if (shape::F8) barrier_init(came(false, i), WARP);
+      if (shape::F8) barrier_init(came(true, i), WARP);
+      barrier_init(k_empty(i), CONSUMER_WARPS);
+      barrier_init(v_empty(i), CONSUMER_WARPS);
+    }
+    for (int i = 0; i < QS; i++) {
+      barrier_init(q_full(i), 1);
+      barrier_init(q_empty(i), CONSUMER_WARPS);
+    }
+    for (int i = 0; i < SLOTS; i++) {
+      barrier_init(work_full(i), 1);
+      barrier_init(work_empty(i), READERS * WARP);
+    }
+    barrier_init(side(), 1);
+    barrier_init_done();
+  }
+
+  __device__ int2 span(int s) const {
+    int2 all = spans[0][s];
+    if (COPIERS > 1) all.y = max(all.y, spans[COPIERS - 1][s].y);
+    return all;
+  }
+
+  /* Work number n of this thread block, for the lanes of a warp. It stays until all readers
+   * have called work_done. */
+  __device__ const wgmma_work &wait_work(uint32_t n) const {
+    barrier_wait(work_full(n % SLOTS), n / SLOTS & 1);
+    return work[n % SLOTS];
+  }
+  __device__ void work_done(uint32_t n) const { barrier_arrive(work_empty(n % SLOTS)); }
+
+private:
+  __device__ uint32_t barrier(int i) const { return shared_address(barriers) + 8 * i; }
+  static __device__ uint32_t tiles() {
+    extern __shared__ char dynamic[];
+    return (shared_address(dynamic) + 1023) & ~1023u;
+  }
+};
+
+/* Calls f with all the work of this thread block. A warp calls it. */
+template <class shape, class F>
+__device__ __forceinline__ void each_work(const wgmma_memory<shape> &memory, F f) {
+  for (uint32_t n = 0;; n++) {
+    const wgmma_work w = memory.wait_work(n);
+    memory.work_done(n);
+    if (w.tokens == 0) return;
+    f(w);
+  }
+}
+
+/* Where 16-byte piece `piece` of row `row` lies, in atoms one after the other with PIECES
+ * pieces a row. */
+template <int PIECES> __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
+  return row * PIECES * 16 + (piece ^ (PIECES == 8 ? row : row / 2) % PIECES) * 16;
+}
+
+/* ---- producers ------------------------------------------------------------------------- */
+
+/* One warp finds the work, up to SLOTS pieces ahead. */
+template <class shape>
+__device__ void find_work(const kvl_paged_attention_args &a, const wgmma_plan &plan,
+                          wgmma_memory<shape> &memory) {
+  constexpr int SLOTS = wgmma_memory<shape>::SLOTS;
+  uint32_t n = 0;
+  auto give = [&](const wgmma_work &w) {
+    const int slot = n % SLOTS;
+    barrier_wait(memory.work_empty(slot), (n / SLOTS & 1) ^ 1);
+    if (threadIdx.x % WARP == 0) {
+      memory.work[slot] = w;
+      barrier_arrive(memory.work_full(slot));
+    }
+    n++;
+  };
+  if (plan.shares > 0) each_piece<shape>(a, plan, give);
+  else each_item<shape>(a, plan, give);
+  wgmma_work none;
+  none.tokens = 0;
+  give(none);
+}
+
+/* An f8e4m3 cache's scale of K. Consumers mask products before they scale them, so the scale
+ * that they get is positive; K gets its sign, and becomes 0 if the scale is almost 0. */
+struct key_scale {
+  float size = 1.f;
+  uint32_t signs = 0;
+  bool none = false;
+  __device__ key_scale(const kvl_paged_attention_args &a, int kv_head) {
+    if (!a.cache.k_scale) return;
+    const float scale = a.cache.k_scale[kv_head];
+    none = fabsf(scale) < 1e-20f;
+    size = none ? 1.f : fabsf(scale);
+    signs = scale < 0.f ? 0x80808080u : 0u;
+  }
+};
+
+constexpr uint32_t CHANGE_NOTHING = 1; /* other changes are signs of four numbers */
+
+/* Tells the converters what to change in a tile: lane g has the group that begins at
+ * `position`. */
+template <class shape>
+__device__ __forceinline__ void tell_changes(bool V, const key_scale &scale,
+                                             const wgmma_work &w, wgmma_memory<shape> &memory,
+                                             int s, int position, bool whole) {
+  const int lane = threadIdx.x % WARP;
+  const bool zero = V ? position >= NO_KEYS : scale.none;
+  if (lane < shape::GROUPS)
+    memory.kept[V][s][lane] = zero ? 0 : V ? min(8, w.length - position) : 8;
+  const bool as_it_is = V ? whole : !scale.none && scale.signs == 0;
+  if (lane == 0) memory.changes[V][s] = as_it_is ? CHANGE_NOTHING : V ? 0 : scale.signs;
+}
+
+/* One warp brings all tiles of K, or of V. Lane g looks up eight keys, one tile ahead, and the
+ * first lane of a box copies it; a box that does not exist lies outside of the map, and becomes
+ * zeros. */
+template <class shape, bool V>
+__device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap &map,
+                            const wgmma_plan &plan, wgmma_memory<shape> &memory) {
+  constexpr int GROUPS = shape::GROUPS, STAGES = shape::STAGES;
+  const int lane = threadIdx.x % WARP, g = lane % GROUPS, block_size = a.cache.block_size;
+  const int leader = g - g % plan.box, strips = kvl__strips(&a.cache);
+  const int outside = (int)a.cache.blocks * strips;
+  uint32_t step = 0, side_parity = 0;
+  each_work<shape>(memory, [&](const wgmma_work &w) {
+    int entry = 0, token = 0;
+    auto look_up = [&](int tile) {
+      const int key = w.first_key + max(tile, 0) * shape::KEYS + g * 8;
+      entry = plan.by_block.quotient(key);
+      token = key - entry * block_size;
+      return wgmma_key(a, w, entry, token);
+    };
+    wgmma_key next = look_up(w.tiles - 1);
+    for (int tile = w.tiles - 1; tile >= 0; tile--, step++) {
+      const int position = next.position, from = token / 8;
+      const bool there = position != NO_KEYS, filled = there && position + 8 <= w.length;
+      const int row = there ? next.physical * strips + kvl__strip(&a.cache, V, w.kv_head)
+                            : outside;
+      const bool whole = __all_sync(ALL_LANES, V ? filled : there);
+      /* Keys past the end have weight 0, but 0 * NaN is NaN: in a block that was copied, their
+       * V must be cleared. */
+      const bool copied = __shfl_sync(ALL_LANES, there, leader);
+      const uint32_t clear = V && !shape::F8 ? __ballot_sync(ALL_LANES, lane < GROUPS &&
+                                                                            copied && !filled)
+                                             : 0;
+      const int s = step % STAGES;
+      const uint32_t to = memory.tile(V, s);
+      const uint32_t full = memory.brought(V, s);
+      const uint32_t arrive = clear ? memory.side() : full;
+      barrier_wait(memory.empty(V, s), (step / STAGES & 1) ^ 1);
+      if (!V) {
+        int4 *const positions = (int4 *)memory.positions[s];
+        if (lane < GROUPS) {
+          positions[2 * lane] = make_int4(position, position + 1, position + 2, position + 3);
+          positions[2 * lane + 1] = make_int4(position + 4, position + 5, position + 6,
+                                              position + 7);
+        }
+        if (lane == 0) memory.spans[0][s].x = position;
+        if (lane == GROUPS - 1) memory.spans[0][s].y = whole ? position + 7 : INT_MAX;
+      }
+      if constexpr (shape::F8)
+        tell_changes(V, key_scale(a, w.kv_head), w, memory, s, position, whole);
+      if (lane == 0) barrier_arrive_expect(arrive, GROUPS * shape::CAME_GROUP_BYTES);
+      else if (!V || shape::F8) barrier_arrive(full);
+      __syncwarp();
+      if (lane < GROUPS && g == leader)
+        copy_box(to + shape::came(g), &map, from, row, arrive);
+      next = look_up(tile - 1);
+      if (!clear) continue;
+      barrier_wait(memory.side(), side_parity);
+      side_parity ^= 1;
+      constexpr int PIECES = shape::ATOM / 8; /* of 16 bytes, in an atom's row */
+      for (uint32_t rest = clear; rest; rest &= rest - 1) {
+        const int i = __ffs(rest) - 1, first = __shfl_sync(ALL_LANES, position, i);
+        const int keys = first == NO_KEYS ? 0 : w.length - first;
+        for (int piece = keys * PIECES + lane; piece < 8 * PIECES; piece += WARP)
+          for (int part = 0; part < shape::PARTS; part++)
+            store_shared(to + i * shape::GROUP_BYTES + part * shape::ATOM_BYTES + piece * 16,
+                         make_uint4(0, 0, 0, 0));
+      }
+      fence_async();
+      barrier_arrive_warp(full, lane);
+    }
+  });
+}
+
+/* The same for blocks that are no multiple of eight tokens: each row is copied by itself, 16
+ * bytes at a time, and rows that do not exist become 0. COPIERS warps share a tile; this one
+ * has the MINE keys of number `share`, and a lane looks up EACH of them. A tile is handed over
+ * when its copies have arrived; up to AHEAD others may be under way then. */
+template <class shape>
+__device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &plan,
+                           wgmma_memory<shape> &memory, bool V, int share) {
+  constexpr int KEYS = shape::KEYS, STAGES = shape::STAGES, MINE = KEYS / shape::COPIERS;
+  constexpr int EACH = (MINE + WARP - 1) / WARP;
+  constexpr int ROW_BYTES = shape::F8 ? shape::D : 2 * shape::D;
+  constexpr int ATOM_ROW = shape::F8 ? shape::ATOM : 2 * shape::ATOM; /* bytes */
+  constexpr int IN_ATOM = ATOM_ROW / 16, ROWS = WARP / IN_ATOM;       /* of one copy */
+  constexpr int AHEAD = STAGES > 2 ? 2 : 1;
+  constexpr uint32_t NO_ROW = ~0u;
+  const int lane = threadIdx.x % WARP, block_size = a.cache.block_size;
+  const int r = lane / IN_ATOM, piece = lane % IN_ATOM, mine = share * MINE;
+  /* Where this lane's piece of row r lies in its group; of row r + 4, too, if a copy brings
+   * four rows. */
+  uint32_t places[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    places[i] = r / 8 * shape::CAME_GROUP_BYTES +
+                (shape::F8 ? (r % 8 + 4 * i) * ATOM_ROW + piece * 16
+                           : swizzled<IN_ATOM>((r + 4 * i) % 8, piece));
+  const char *const cache = (const char *)a.cache.memory;
+  uint32_t step = 0, handed = 0;
+  auto hand_over = [&] {
+    fence_async();
+    barrier_arrive(memory.brought(V, handed++ % STAGES));
+  };
+  auto finish = [&] {
+    copy_wait<0>();
+    while (handed < step) hand_over();
+  };
+  each_work<shape>(memory, [&](const wgmma_work &w) {
+    int position[EACH];
+    uint32_t row[EACH];
+    auto look_up = [&](int tile) {
+#pragma unroll
+      for (int j = 0; j < EACH; j++) {
+        const int key = w.first_key + max(tile, 0) * KEYS + mine +
+                        min(j * WARP + lane, MINE - 1);
+        const int entry = plan.by_block.quotient(key), token = key - entry * block_size;
+        const wgmma_key at(a, w, entry, token);
+        position[j] = at.position;
+        row[j] = at.physical < 0 ? NO_ROW
+                                 : (uint32_t)(at.physical * kvl__strips(&a.cache) +
+                                              kvl__strip(&a.cache, V, w.kv_head)) *
+                                           block_size +
+                                       token;
+      }
+    };
+    look_up(w.tiles - 1);
+    for (int tile = w.tiles - 1; tile >= 0; tile--) {
+      const int s = step % STAGES;
+      const uint32_t to = memory.tile(V, s);
+      barrier_wait(memory.empty(V, s), (step / STAGES & 1) ^ 1);
+      if (!V) {
+        bool whole = true;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+          if (j * WARP + lane < MINE)
+            memory.positions[s][mine + j * WARP + lane] = position[j];
+          whole = whole && position[j] != NO_KEYS;
+        }
+        whole = __all_sync(ALL_LANES, whole);
+        if (lane == 0) memory.spans[share][s].x = position[0];
+        if (lane == WARP - 1) memory.spans[share][s].y = whole ? position[EACH - 1] : INT_MAX;
+      }
+      if constexpr (shape::F8)
+        tell_changes(V, key_scale(a, w.kv_head), w, memory, s, 0, true);
+#pragma unroll
+      for (int first = 0; first < MINE; first += ROWS) {
+        const uint32_t found = __shfl_sync(ALL_LANES, row[first / WARP], first % WARP + r);
+        const bool there = found != NO_ROW;
+        const char *const from = cache + (int64_t)(there ? found : 0) * ROW_BYTES +
+                                 piece * 16;
+        const uint32_t at = to + shape::came(mine / 8 + first / 8) + places[first % 8 / 4];
+#pragma unroll
+        for (int part = 0; part < shape::PARTS; part++)
+          copy_async(at + part * 8 * ATOM_ROW, from + part * ATOM_ROW, there);
+      }
+      copy_commit();
+      step++;
+      if (step - handed > AHEAD) {
+        copy_wait<AHEAD>();
+        hand_over();
+      }
+      /* If there is no room for the next tile yet, nothing else is to be done ahead. */
+      const bool room = barrier_passed(memory.empty(V, step % STAGES),
+                                       (step / STAGES & 1) ^ 1);
+      if (!__all_sync(ALL_LANES, room)) finish();
+      look_up(tile - 1);
+    }
+  });
+  finish();
+}
+
+/* Turns rows of Q, which a warp has brought to shared memory, from bf16 into f16: multiplied by
+ * a power of two, so that the largest number is about 2^14. Returns the unit, one over that
+ * power. Numbers that are 2^38 times smaller than the largest become 0. */
+template <class shape>
+__device__ __forceinline__ float queries_to_f16(uint32_t at, int bytes) {
+  const int lane = threadIdx.x % WARP;
+  float top = 0.f;
+  for (int i = lane * 16; i < bytes; i += WARP * 16) {
+    const uint4 x = load_shared(at + i);
+    for (uint32_t pair : {x.x, x.y, x.z, x.w})
+      top = fmaxf(top, fmaxf(fabsf(__uint_as_float(pair << 16)),
+                             fabsf(__uint_as_float(pair & 0xFFFF0000u))));
+  }
+  const int shift = max(-100, min(100, f16_shift(warp_max(top))));
+  const float by = __int_as_float((127 + shift) << 23);
+  auto scaled = [=](uint32_t pair) {
+    return pack2(__uint_as_float(pair << 16) * by, __uint_as_float(pair & 0xFFFF0000u) * by,
+                 __half());
+  };
+#pragma unroll 4
+  for (int i = lane * 16; i < bytes; i += WARP * 16) {
+    const uint4 x = load_shared(at + i);
+    store_shared(at + i, make_uint4(scaled(x.x), scaled(x.y), scaled(x.z), scaled(x.w)));
+  }
+  return __int_as_float((127 - shift) << 23);
+}
+
+/* One warp brings the rows of Q, Q_STAGES - 1 items ahead. */
+template <class T, class shape>
+__device__ void bring_queries(const kvl_paged_attention_args &a,
+                              wgmma_memory<shape> &memory) {
+  constexpr int D = shape::D, QS = shape::Q_STAGES, PIECES = D / 8;
+  constexpr int IN_ATOM = shape::ATOM / 8, ROW_BYTES = 2 * shape::ATOM;
+  constexpr int SETS = shape::ROWS / WARP;
+  const int lane = threadIdx.x % WARP;
+  uint32_t step = 0;
+  each_work<shape>(memory, [&](const wgmma_work &w) {
+    const query_rows rows = w.rows();
+    const T *q = (const T *)a.q + (rows.token0 * a.heads + w.head0) * D;
+    /* Where rows `lane`, `lane` + 32, ... begin, in rows of q; -1: there is no such row. */
+    int begins[SETS];
+#pragma unroll
+    for (int h = 0; h < SETS; h++) {
+      const int r = h * WARP + lane, token = r / w.heads_each;
+      begins[h] = r < rows.count ? token * (int)a.heads + r - token * w.heads_each : -1;
+    }
+    const int s = step % QS;
+    barrier_wait(memory.q_empty(s), (step++ / QS & 1) ^ 1);
+#pragma unroll
+    for (int h = 0; h < SETS; h++) {
+      const uint32_t to = memory.q(s, h / 2);
+#pragma unroll 8
+      for (int i = lane; i < WARP * PIECES; i += WARP) {
+        const int r = i / PIECES, piece = i % PIECES, row = h % 2 * WARP + r;
+        const int begin = __shfl_sync(ALL_LANES, begins[h], r);
+        copy_async(
+            to + piece / IN_ATOM * 64 * ROW_BYTES + swizzled<IN_ATOM>(row, piece % IN_ATOM),
+            begin < 0 ? q : q + (int64_t)begin * D + piece * 8, begin >= 0);
+      }
+    }
+    copy_commit();
+    copy_wait<0>();
+    if constexpr (shape::F8 && !same<T, __half>) {
+      __syncwarp();
+      const float unit = queries_to_f16<shape>(memory.q(s, 0), shape::Q_BYTES);
+      if (lane == 0) memory.units[s] = unit;
+    }
+    fence_async();
+    barrier_arrive_warp(memory.q_full(s), lane);
+  });
+}
+
+#endif
+
+}  // namespace kvl
+
+#endif

@@ -1,0 +1,346 @@
+/* What the thread blocks of paged_wgmma.cuh work on, in which order, and who does what.
+ *
+ * A tile of tokens is as many new tokens of a sequence as fill 128 query rows with the heads
+ * of one KV head's group. An item is such a tile for one KV head ("lane": a KV head, or 128
+ * heads of a wider group) and the keys that it sees, in tiles of keys. There are two ways to
+ * give items to thread blocks:
+ *   whole    a thread block takes one item after the other. Long items come first; only as
+ *            many KV heads are under way at once as the L2 holds. If these are all of them, the
+ *            order turns around each round, so that every thread block gets long and short
+ *            items; otherwise a counter tells who takes which.
+ *   divided  for few new tokens over many keys. The tiles of keys of all items, in order, are
+ *            cut into equal shares, one for each thread block. An item within one share is
+ *            finished there. The shares of other items leave partial softmaxes in the
+ *            workspace, and wgmma_combine joins them in the order of shares.
+ * All sizes that the host does not know are read on the device, so a recorded launch serves
+ * later steps. */
+#ifndef KVL_CUDA_WGMMA_PLAN_CUH
+#define KVL_CUDA_WGMMA_PLAN_CUH
+
+#include "args/attention.h"
+#include "cuda/block_scan.cuh"
+#include "cuda/divide.cuh"
+#include "cuda/hopper.cuh"
+#include "cuda/attention/paged_output.cuh"
+
+namespace kvl {
+
+/* FEW: for divided work of at most 128 query rows an item (over f8e4m3 64, and one consumer),
+ * which waits for memory. Over 16-bit KV no more than 64 to 128 KiB are under way on an SM then:
+ * with more, SMs that are near to the memory run ahead, and the others end later.
+ * F8: the cache is f8e4m3, and four more warps turn its tiles into f16.
+ * BY_ROW: four more warps copy the rows of blocks that TMA cannot. Where there is no such
+ * shape (over f8e4m3, at head_dim 256) and with a hook, two of the producers do it. */
+template <int D_, bool FEW_ = false, bool F8_ = false, bool BY_ROW_ = false>
+struct wgmma_shape {
+  static constexpr int D = D_;
+  static constexpr bool FEW = FEW_, F8 = F8_, BY_ROW = BY_ROW_, LESS = FEW && !F8;
+  static constexpr bool FOURTH = F8 || BY_ROW; /* a warpgroup more */
+  static constexpr bool HAS_BY_ROW = !F8 && D <= 192;
+  static_assert(!BY_ROW || HAS_BY_ROW, "no room for the copying warps");
+  /* With a fourth warpgroup ptxas has 128 registers, too few for a product of 256 columns.
+   * At head_dim 64 softmax takes longer than the products, and three consumers hide more. */
+  static constexpr int CONSUMERS = F8 && (FEW || D > 192)       ? 1
+                                   : D == 64 && !FEW && !FOURTH ? 3
+                                                                : 2;
+  static constexpr int ROWS = 64 * CONSUMERS;
+  static constexpr int COPIERS = BY_ROW ? 2 : 1; /* warps that copy K, and as many V */
+  static constexpr int KEYS = D > 192 || (LESS && D > 96)  ? 64
+                              : D > 128 || D == 96 && LESS ? 96
+                                                           : 128;
+  static constexpr int Q_STAGES = FEW || D > 128 ? 1 : 2;
+  static constexpr int OUT_WARP_BYTES = 16 * 128; /* of the rows that a warp writes */
+  static constexpr int ROOM = (224 << 10) - 4 * CONSUMERS * OUT_WARP_BYTES -
+                              Q_STAGES * ROWS * D * 2;
+  static constexpr int FIT = ROOM / (4 * KEYS * D), FEWER = BY_ROW ? 4 : D < 128 ? 3 : 2;
+  static constexpr int STAGES = LESS && FEWER < FIT ? FEWER : FIT;
+  static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1 + FOURTH);
+  /* Leaves an SM registers for a thread block of wgmma_combine, which starts early then. */
+  static constexpr bool JOIN_BESIDE = LESS && D <= 128 && !BY_ROW;
+  /* Registers of a thread at the start; then of a consumer's, and of any other. */
+  static constexpr int REGISTERS = JOIN_BESIDE || THREADS > 384 ? 128
+                                   : THREADS > 256              ? 168
+                                                                : 255;
+  static constexpr int TAKE = JOIN_BESIDE      ? 168
+                              : CONSUMERS == 3 ? 160
+                              : CONSUMERS == 1 ? 240
+                              : D < 128        ? (FOURTH ? 208 : 216)
+                              : FOURTH         ? 216
+                                               : 232;
+  static constexpr int GIVE = JOIN_BESIDE      ? 40
+                              : CONSUMERS == 3 ? 32
+                              : CONSUMERS == 1 ? 104
+                              : D < 128        ? (FOURTH ? 48 : 72)
+                                               : 40;
+  /* An atom is eight rows of ATOM numbers, the unit of the swizzle; a row has PARTS atoms. */
+  static constexpr int ATOM = D % 64 ? 32 : 64, PARTS = D / ATOM, ATOM_BYTES = 16 * ATOM;
+  static constexpr int GROUPS = KEYS / 8; /* of eight keys */
+  static constexpr int GROUP_BYTES = PARTS * ATOM_BYTES, TILE_BYTES = GROUPS * GROUP_BYTES;
+  /* Each half of a tile of f8e4m3 arrives in the upper half of its room. */
+  static constexpr int CAME_GROUP_BYTES = F8 ? GROUP_BYTES / 2 : GROUP_BYTES;
+  static __device__ __forceinline__ int came(int group) {
+    if (!F8) return group * GROUP_BYTES;
+    const int half = group / (GROUPS / 2);
+    return (2 * half + 1) * (TILE_BYTES / 4) + group % (GROUPS / 2) * CAME_GROUP_BYTES;
+  }
+  static constexpr int Q_ROWS_BYTES = 64 * D * 2, Q_BYTES = CONSUMERS * Q_ROWS_BYTES;
+  /* One KiB is for alignment: dynamic shared memory need not begin at an atom. */
+  static constexpr int SHARED_BYTES = Q_STAGES * Q_BYTES + 2 * STAGES * TILE_BYTES +
+                                      4 * CONSUMERS * OUT_WARP_BYTES + 1024;
+};
+
+constexpr int NO_KEYS = INT_MAX - 8; /* the position of keys that do not exist */
+
+/* What the host works out. */
+struct wgmma_plan {
+  int box; /* how many groups of eight keys one copy brings; 0: a copy brings 16 bytes */
+  int tokens_tile, subgroups, lanes;
+  divisor by_tile, by_block; /* by tokens_tile and block_size */
+  int entries;    /* tiles of tokens that there may be; some of them have no tokens */
+  uint8_t *notes; /* of rows to mend */
+  /* Whole items: the counter, 0 at first, or NULL; how many lanes are under way at once. */
+  int *counter;
+  int section;
+  /* Divided: `side` lanes are done side by side, each by at most so many shares (0: items stay
+   * whole) of at least so many tiles; and the partial results of `rows` query rows each: of
+   * the shares in which an item goes on, then of those in which it begins. */
+  int side, shares, least, rows;
+  float *out;       /* [2 * shares, side, rows, head_dim] */
+  float *lse;       /* [2 * shares, side, rows], in base 2 */
+  uint32_t *firsts; /* [entries + 1]: the tiles before each entry, and all of them */
+  __host__ __device__ int groups() const { return lanes / side; }
+  /* Of the partial results; starts: the item begins in the share. */
+  __device__ int part(int share, int beside, bool starts) const {
+    return (starts ? shares + share : share) * side + beside;
+  }
+};
+
+/* Share c of n begins at tile total * c / n. (If the first shares had one tile more and the
+ * others none, tiles of tokens of one sequence would not read the same keys at the same time.) */
+__host__ __device__ __forceinline__ uint32_t share_begin(uint32_t total, uint32_t c,
+                                                         uint32_t n) {
+  const uint32_t per = total / n; /* no 64-bit division: the rest times c is small */
+  return per * c + (total - per * n) * c / n;
+}
+__device__ __forceinline__ uint32_t share_of(uint32_t total, uint32_t tile, uint32_t n) {
+  return (uint32_t)((((uint64_t)tile + 1) * n + total - 1) / total) - 1;
+}
+__device__ __forceinline__ uint32_t shares_used(const wgmma_plan &plan, uint32_t total) {
+  return max(min(total / plan.least, (uint32_t)plan.shares), 1u);
+}
+
+/* How many of 0 ... n-1 satisfy `holds`, which is true up to some index and false after it. A
+ * warp calls it. */
+template <class F> __device__ __forceinline__ int warp_prefix_count(int n, F holds) {
+  const int lane = threadIdx.x % WARP;
+  int low = 0;
+  while (n > 0) {
+    const int step = (n + WARP - 1) / WARP, end = min((lane + 1) * step, n);
+    const bool whole = lane * step < n && holds(low + end - 1);
+    const int full = min(__popc(__ballot_sync(ALL_LANES, whole)) * step, n);
+    low += full;
+    n = min(step - 1, n - full);
+  }
+  return low;
+}
+
+/* A piece of work: the rows of a tile of tokens for one KV head, and tiles of the keys that
+ * they see. tokens 0: there is no more work. */
+struct wgmma_work {
+  int token0, tokens, position0;
+  int kv_head, head0, heads_each, seq, length;
+  int first_key; /* of tile 0; no row's window reaches further back */
+  int tiles;     /* at least one, even if it has no keys */
+  int part;      /* of the partial results; -1: the item is whole */
+
+  wgmma_work() = default;
+
+  /* The tokens of an entry; every thread by itself. */
+  __device__ wgmma_work(const kvl_paged_attention_args &a, const wgmma_plan &plan, int entry)
+      : tokens(0), part(-1) {
+    if (!a.starts) { /* one new token a sequence */
+      token0 = seq = entry;
+      tokens = 1;
+      position0 = a.lens[seq] - 1;
+    } else {
+      /* The tiles of sequence s have numbers from starts[s] / tokens_tile + s on. */
+      int low = 0, high = (int)a.seqs;
+      while (low < high) {
+        const int middle = (low + high) / 2;
+        if ((int)plan.by_tile.quotient(a.starts[middle]) + middle <= entry) low = middle + 1;
+        else high = middle;
+      }
+      seq = low - 1;
+      if (seq < 0) return;
+      const int start = a.starts[seq], end = a.starts[seq + 1];
+      token0 = start + (entry - ((int)plan.by_tile.quotient(start) + seq)) * plan.tokens_tile;
+      if (token0 >= end) return;
+      tokens = min(plan.tokens_tile, end - token0);
+      position0 = a.lens[seq] - (end - token0);
+    }
+    length = (int)min((int64_t)a.lens[seq], a.max_blocks * a.cache.block_size);
+  }
+
+  template <class shape>
+  __device__ void set_lane(const kvl_paged_attention_args &a, const wgmma_plan &plan,
+                           int lane) {
+    kv_head = lane / plan.subgroups;
+    const int group = (int)(a.heads / a.cache.kv_heads);
+    const int first = (lane - kv_head * plan.subgroups) * shape::ROWS;
+    head0 = kv_head * group + first;
+    heads_each = min(group - first, shape::ROWS);
+  }
+
+  /* Finds the tiles of keys. A selection counts as full; with set_lane and `exact` a warp
+   * searches it. */
+  template <class shape>
+  __device__ void set_tiles(const kvl_paged_attention_args &a, const wgmma_plan &plan,
+                            bool exact) {
+    const int block_size = a.cache.block_size;
+    int keys = max(0, min(length, a.causal ? position0 + tokens : INT_MAX));
+    int skip = plan.by_block.quotient(window_begin(a, position0));
+    if (a.selection) {
+      const unsigned seen = plan.by_block.quotient(keys + block_size - 1), before = skip;
+      const int32_t *selection = a.selection + (exact ? list(a) : 0);
+      auto listed = [&](unsigned limit) {
+        return warp_prefix_count((int)a.max_selected,
+                                 [=](int i) { return (unsigned)selection[i] < limit; });
+      };
+      keys = (exact ? listed(seen) : (int)min((int64_t)seen, a.max_selected)) * block_size;
+      skip = exact ? listed(before) : 0;
+    }
+    first_key = skip * block_size;
+    tiles = max(1, (keys - first_key + shape::KEYS - 1) / shape::KEYS);
+  }
+
+  /* What another lane of the warp has found out about its entry. */
+  __device__ wgmma_work of_lane(int from) const {
+    wgmma_work w;
+    w.token0 = __shfl_sync(ALL_LANES, token0, from);
+    w.tokens = __shfl_sync(ALL_LANES, tokens, from);
+    w.position0 = __shfl_sync(ALL_LANES, position0, from);
+    w.seq = __shfl_sync(ALL_LANES, seq, from);
+    w.length = __shfl_sync(ALL_LANES, length, from);
+    w.first_key = __shfl_sync(ALL_LANES, first_key, from);
+    w.tiles = __shfl_sync(ALL_LANES, tiles, from);
+    w.part = -1;
+    return w;
+  }
+
+  __device__ int64_t list(const kvl_paged_attention_args &a) const {
+    return (seq * a.selection_heads + (a.selection_heads > 1 ? kv_head : 0)) * a.max_selected;
+  }
+  __device__ int64_t slot_list(const kvl_paged_attention_args &a) const {
+    return (seq * a.slot_heads + (a.slot_heads > 1 ? kv_head : 0)) * a.max_selected;
+  }
+  __device__ query_rows rows() const {
+    return {token0, head0, heads_each, tokens * heads_each};
+  }
+};
+
+/* Where a key lies, given by its entry in the table (or in the selection) and its token there:
+ * its position, and its block in the cache. Without such a key they are NO_KEYS and -1. */
+struct wgmma_key {
+  int position, physical;
+  /* No branch depends on the lane: after such a branch ptxas keeps nothing in uniform
+   * registers. */
+  __device__ wgmma_key(const kvl_paged_attention_args &a, const wgmma_work &w, int entry,
+                       int token)
+      : position(NO_KEYS), physical(-1) {
+    if (a.max_blocks == 0 || (a.selection && a.max_selected == 0)) return;
+    int block = entry;
+    bool there = true;
+    if (a.selection) {
+      there = entry < a.max_selected;
+      block = a.selection[w.list(a) + (there ? entry : 0)];
+    }
+    const int at = block * a.cache.block_size + token;
+    there = there & (block >= 0) & (block < a.max_blocks) & (at < w.length);
+    const int found = a.slots ? a.slots[w.slot_list(a) + (there ? entry : 0)]
+                              : a.tables[w.seq * a.max_blocks + (there ? block : 0)];
+    there = there & (found >= 0) & (found < a.cache.blocks);
+    position = there ? at : NO_KEYS;
+    physical = there ? found : -1;
+  }
+};
+
+/* Calls give(work) for the whole items of this thread block, in order. A warp calls it. */
+template <class shape, class F>
+__device__ void each_item(const kvl_paged_attention_args &a, const wgmma_plan &plan, F give) {
+  const int items = plan.entries * plan.lanes, in_section = plan.entries * plan.section;
+  const int grid = gridDim.x;
+  auto give_item = [&](int item) {
+    const int first = item / in_section * plan.section, i = item % in_section;
+    const int lanes = min(plan.section, plan.lanes - first);
+    wgmma_work w(a, plan, plan.entries - 1 - i / lanes);
+    if (w.tokens == 0) return;
+    w.set_lane<shape>(a, plan, first + i % lanes);
+    w.set_tiles<shape>(a, plan, true);
+    give(w);
+  };
+  if (!plan.counter) {
+    for (int round = 0; round * grid < items; round++) {
+      const int at = round & 1 ? grid - 1 - (int)blockIdx.x : blockIdx.x;
+      if (round * grid + at < items) give_item(round * grid + at);
+    }
+    return;
+  }
+  for (int item = blockIdx.x; item < items;) {
+    give_item(item);
+    if (threadIdx.x % WARP == 0) item = grid + atomicAdd(plan.counter, 1);
+    item = __shfl_sync(ALL_LANES, item, 0);
+  }
+}
+
+/* Calls give(work) for the pieces of this thread block's share. A warp calls it; its lanes
+ * look at 32 entries together. */
+template <class shape, class F>
+__device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &plan,
+                           F give) {
+  const int lane = threadIdx.x % WARP, groups = plan.groups();
+  const int share = blockIdx.x / plan.side, beside = blockIdx.x - share * plan.side;
+  wgmma_work w;
+  uint32_t mine, upto; /* tiles in all lanes: of this entry; of the entries up to it */
+  auto look = [&](int entries) {
+    w.tokens = 0;
+    if (entries + lane < plan.entries) w = wgmma_work(a, plan, entries + lane);
+    if (w.tokens > 0) w.set_tiles<shape>(a, plan, false);
+    mine = w.tokens > 0 ? w.tiles * groups : 0;
+    upto = warp_scan(mine);
+  };
+  uint32_t total = 0;
+  for (int e = 0; e < plan.entries; e += WARP) {
+    look(e);
+    if (blockIdx.x == 0 && e + lane < plan.entries)
+      plan.firsts[e + lane] = total + upto - mine;
+    total += __shfl_sync(ALL_LANES, upto, WARP - 1);
+  }
+  if (blockIdx.x == 0 && lane == 0) plan.firsts[plan.entries] = total;
+  const int shares = shares_used(plan, total);
+  if (share >= shares || total == 0) return;
+  uint32_t at = share_begin(total, share, shares), before = 0;
+  const uint32_t end = share_begin(total, share + 1, shares);
+  for (int e = 0; at < end; e += WARP) {
+    if (plan.entries > WARP) look(e);
+    const uint32_t here = before + __shfl_sync(ALL_LANES, upto, WARP - 1);
+    while (at < end && at < here) {
+      const int from = __ffs(__ballot_sync(ALL_LANES, before + upto > at)) - 1;
+      wgmma_work piece = w.of_lane(from);
+      const uint32_t first = before + __shfl_sync(ALL_LANES, upto - mine, from);
+      const int group = (at - first) / piece.tiles;
+      const int begin = (at - first) - group * piece.tiles;
+      const int count = min(piece.tiles - begin, (int)(end - at));
+      piece.set_lane<shape>(a, plan, group * plan.side + beside);
+      if (count < piece.tiles) piece.part = plan.part(share, beside, begin == 0);
+      piece.first_key += begin * shape::KEYS;
+      piece.tiles = count;
+      at += count;
+      give(piece);
+    }
+    before = here;
+  }
+}
+
+}  // namespace kvl
+
+#endif

@@ -1,0 +1,177 @@
+/* y = h weight^T + bias, where h is x or, with a norm, rmsnorm(x); then out = y, out += y, or
+ * SwiGLU: out = silu(first half of y) * second half.
+ *   x       f32 f16 bf16   [rows, k]
+ *   norm    like x or f32  [k], optional
+ *   weight  like x         [n, k]
+ *   bias    like x         [n], optional
+ *   out     like x or f32  [rows, n], or [rows, n / 2] for SwiGLU; with several parts,
+ *                          [rows, columns[i]] each
+ * On Hopper, up to 16 rows are one launch (linear_wgmma.cuh); a norm of f16 or of more than 8
+ * rows is one more. Otherwise the kernels of rmsnorm and matmul do the work, for at most
+ * PANEL_ROWS rows at a time, and a small one finishes it; y is then rounded to x's dtype.
+ * Limit: the bytes of the weights for few rows, that of matmul for many.
+ * Measured: see kernels/dev/linear.cu. */
+#include "args/linear.h"
+#include "cuda/linear/linear_wgmma.cuh"
+#include "cuda/row.cuh"
+
+extern "C" size_t kvl_cuda_matmul_workspace(const void *args, int sm_count);
+
+namespace kvl {
+namespace {
+
+enum { PANEL_ROWS = 4096, FEW_ROWS = 64, FINISH_THREADS = 256 };
+
+/* ---- what becomes of y ---------------------------------------------------------------- */
+
+/* A thread takes N outputs of row blockIdx.y, all of one part. y [rows, n] */
+template <int N, class T>
+__global__ void __launch_bounds__(FINISH_THREADS)
+    finish(const __grid_constant__ kvl_linear_args g, const T *y, int64_t first,
+           int64_t outputs) {
+  const int64_t j = ((int64_t)blockIdx.x * FINISH_THREADS + threadIdx.x) * N;
+  let_next_start();
+  wait_for_previous();
+  if (j >= outputs) return;
+  const T *row = y + blockIdx.y * g.n, *bias = (const T *)g.bias;
+  auto biased = [&](int64_t i, float(&v)[N]) {
+    load_floats(row + i, v);
+    if (!bias) return;
+    float b[N];
+    load_floats(bias + i, b);
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] += b[e];
+  };
+  float v[N], w[N];
+  biased(j, v);
+  void *out = g.out;
+  int64_t columns = outputs, column = j;
+  if (g.parts > 1) {
+    int i = 0;
+    while (column >= g.columns[i]) column -= g.columns[i++];
+    out = g.outs[i], columns = g.columns[i];
+  }
+  const int64_t at = (first + blockIdx.y) * columns + column;
+  if (g.form == KVL_LINEAR_ADD) {
+    load_any(out, g.out_dtype, at, w);
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] += w[e];
+  } else if (g.form == KVL_LINEAR_SWIGLU) {
+    biased(j + outputs, w);
+#pragma unroll
+    for (int e = 0; e < N; e++) v[e] = silu<T>(v[e]) * w[e];
+  }
+  store_any(out, g.out_dtype, at, v);
+}
+
+template <class T>
+int launch_finish(const kvl_linear_args &g, const void *y, int64_t first, int64_t rows,
+                  int64_t outputs, const kvl_cuda_queue *q) {
+  bool wide = outputs % 8 == 0 && aligned16(g.out, g.bias);
+  for (int i = 0; g.parts > 1 && i < g.parts; i++)
+    wide = wide && g.columns[i] % 8 == 0 && aligned16(g.outs[i]);
+  const int n = wide ? 8 : 1;
+  const dim3 blocks((unsigned)ceil_div(outputs, FINISH_THREADS * n), (unsigned)rows);
+  auto kernel = wide ? finish<8, T> : finish<1, T>;
+  return launch_programmatic(kernel, blocks, FINISH_THREADS, 0, q, g, (const T *)y, first,
+                             outputs);
+}
+
+/* ---- one op after the other ----------------------------------------------------------- */
+
+/* The workspace of a panel: h, the normalised rows, and y, where a kernel finishes the product.
+ * Few rows are one product, however many parts it has. Of many rows each part is a product of
+ * its own, since writing y and reading it again would cost more than a launch. */
+struct panel {
+  kvl_matmul_args product = {};
+  size_t bytes_h, bytes_y;
+  bool is_finished; /* the product is the result */
+  explicit panel(const kvl_linear_args &g) {
+    const int64_t rows = g.rows < PANEL_ROWS ? g.rows : PANEL_ROWS;
+    const size_t element = g.dtype == KVL_DTYPE_F32 ? 4 : 2;
+    auto bytes = [&](int64_t columns) {
+      return ((size_t)(rows * columns) * element + 255) / 256 * 256;
+    };
+    is_finished = g.form == KVL_LINEAR_PLAIN && !g.bias &&
+                  (g.parts == 1 || g.rows > FEW_ROWS);
+    bytes_h = g.norm ? bytes(g.k) : 0;
+    bytes_y = is_finished ? 0 : bytes(g.n);
+    /* What is NULL here comes from the allocator, so it is aligned. */
+    product.a = g.norm ? nullptr : g.x, product.out = is_finished ? g.out : nullptr;
+    product.b = g.weight, product.batch = 1, product.transpose_b = 1;
+    product.m = rows, product.n = g.n, product.k = g.k;
+    product.dtype = g.dtype, product.out_dtype = is_finished ? g.out_dtype : g.dtype;
+  }
+};
+
+/* Multiplies `rows` rows, which begin at row `first`; x has them, normalised if there is a
+ * norm. */
+int multiply_panel(const kvl_linear_args &g, const void *x, int64_t first, int64_t rows,
+                   void *y, void *workspace, kvl_cuda_queue *q) {
+  if (g.n == 0) return KVL_OK;
+  panel p(g);
+  const int64_t outputs = g.form == KVL_LINEAR_SWIGLU ? g.n / 2 : g.n;
+  const size_t to = g.out_dtype == KVL_DTYPE_F32 ? 4 : 2;
+  p.product.a = x, p.product.m = rows, p.product.workspace = workspace;
+  p.product.out = p.is_finished ? (char *)g.out + (size_t)(first * outputs) * to : y;
+  int status = kvl_cuda_matmul(&p.product, q);
+  if (status != KVL_OK || p.is_finished) return status;
+  KVL_CUDA_BY_FLOAT(g.dtype, T, { status = launch_finish<T>(g, y, first, rows, outputs, q); })
+  return status;
+}
+
+int normalise(const kvl_linear_args &g, const void *x, void *h, int64_t rows,
+              kvl_cuda_queue *q) {
+  kvl_rmsnorm_args norm = {x, nullptr, g.norm, h, rows, g.k, g.eps, g.dtype, g.norm_dtype};
+  return kvl_cuda_rmsnorm(&norm, q);
+}
+
+/* One launch, and one for the norm if it has to be done before. */
+int one_launch(kvl_linear_args g, kvl_cuda_queue *q) {
+  if (g.norm && !fuses_norm(g)) {
+    const int status = normalise(g, g.x, g.workspace, g.rows, q);
+    if (status != KVL_OK) return status;
+    g.x = g.workspace, g.norm = nullptr;
+  }
+  return launch_linear_wgmma(g, q);
+}
+
+int one_by_one(const kvl_linear_args &g, kvl_cuda_queue *q) {
+  const panel p(g);
+  char *h = (char *)g.workspace, *y = h + p.bytes_h;
+  const size_t in = g.dtype == KVL_DTYPE_F32 ? 4 : 2;
+  int status = KVL_OK;
+  for (int64_t i = 0; i < g.rows && status == KVL_OK; i += PANEL_ROWS) {
+    const int64_t rows = g.rows - i < PANEL_ROWS ? g.rows - i : PANEL_ROWS;
+    const void *x = (const char *)g.x + (size_t)(i * g.k) * in;
+    if (g.norm) {
+      status = normalise(g, x, h, rows, q);
+      x = h;
+    }
+    if (g.rows <= FEW_ROWS || g.parts == 1) {
+      if (status == KVL_OK) status = multiply_panel(g, x, i, rows, y, y + p.bytes_y, q);
+      continue;
+    }
+    for (int j = 0; j < g.parts && status == KVL_OK; j++)
+      status = multiply_panel(kvl__linear_part(&g, j), x, i, rows, y, y + p.bytes_y, q);
+  }
+  return status;
+}
+
+}  // namespace
+}  // namespace kvl
+
+KVL_CUDA_WORKSPACE(linear) {
+  const kvl_linear_args &g = *(const kvl_linear_args *)args;
+  if (g.rows == 0 || g.n == 0) return 0;
+  kvl::panel p(g);
+  return p.bytes_h + p.bytes_y + kvl_cuda_matmul_workspace(&p.product, sm_count);
+}
+
+KVL_CUDA_KERNEL(linear) {
+  const kvl_linear_args &g = *(const kvl_linear_args *)args;
+  kvl_cuda_queue *q = (kvl_cuda_queue *)queue;
+  if (g.rows == 0 || g.n == 0) return KVL_OK;
+  if (kvl::takes_linear_wgmma(g, q)) return kvl::one_launch(g, q);
+  return kvl::one_by_one(g, q);
+}

@@ -1,0 +1,50 @@
+/* The rotation of pairs, which rope and rope_append share so that both give the same bits. */
+#ifndef KVL_CUDA_ROPE_CUH
+#define KVL_CUDA_ROPE_CUH
+
+#include "cuda/programmatic.cuh"
+
+namespace kvl {
+
+enum { ROPE_THREADS = 128, ROPE_PAIRS = 256 }; /* pairs a block takes at a time */
+
+/* A token's sines and cosines, made once for all of its heads. */
+struct rope_angles {
+  float angle[ROPE_PAIRS], sine[ROPE_PAIRS], cosine[ROPE_PAIRS];
+
+  /* Called by all threads of the block; the caller has to add a barrier. sincosf is the
+   * accurate one: positions reach millions of radians, where the fast one returns noise. A
+   * second call, with what may have changed since, computes what did. */
+  __device__ __forceinline__ void make(float position, const float *inv_freq, int pairs,
+                                       bool first = true) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < pairs; i += ROPE_THREADS) {
+      const float x = position * read_early(inv_freq + i);
+      if (!first && x == angle[i]) continue;
+      angle[i] = x;
+      sincosf(x, &sine[i], &cosine[i]);
+    }
+  }
+  /* Rotates pairs (low, high) in place, from pair number `first` on. */
+  template <int N>
+  __device__ __forceinline__ void turn(float (&low)[N], float (&high)[N], int first) const {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const float s = sine[first + j], c = cosine[first + j], u = low[j], v = high[j];
+      low[j] = __fmaf_rn(u, c, __fmul_rn(-v, s));
+      high[j] = __fmaf_rn(v, c, __fmul_rn(u, s));
+    }
+  }
+};
+
+/* How many of its token's `items` a thread block takes: all of them or, when there are few
+ * tokens, as many as it has threads, so that the blocks fill the device. */
+inline int64_t rope_items_block(int64_t tokens, int64_t items, const kvl_cuda_queue *q) {
+  if (tokens >= 4 * q->sm_count || items <= ROPE_THREADS) return items;
+  int64_t blocks = (items + ROPE_THREADS - 1) / ROPE_THREADS;
+  return blocks <= 65535 ? ROPE_THREADS : (items + 65534) / 65535;
+}
+
+}  // namespace kvl
+
+#endif
