@@ -3,9 +3,9 @@
 -- launched, so a row has no limit.
 local ffi = require "ffi"
 local kv = require "kvlab"
-local cache = require "kvlab.kernel.cache"
-local compiler = require "kvlab.kernel.compiler"
-local kernel = require "kvlab.kernel.kernel"
+local cache = require "kvlab.kernel.run.cache"
+local compiler = require "kvlab.kernel.run.compiler"
+local kernel = require "kvlab.kernel.run.kernel"
 local median = require("kvlab.experiment.statistics").median
 local paged = require "bench.lib.paged"
 local policy = require "kvlab.policy.policy"

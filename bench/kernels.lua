@@ -9,7 +9,7 @@ local median = require("kvlab.experiment.statistics").median
 local paged = require "bench.lib.paged"
 local policy = require "kvlab.policy.policy"
 local shipped = require "bench.lib.shipped"
-local show = require "kvlab.kernel.show"
+local show = require "kvlab.kernel.run.show"
 
 local e = kv.expr
 local KV_HEADS, HEADS, DIM, BLOCK = paged.KV_HEADS, paged.HEADS, paged.DIM, paged.BLOCK

@@ -1,5 +1,5 @@
 /* Hooks of paged attention: code that was compiled at run time and changes the scores of
- * query rows, between q k and the softmax (lua/kvlab/kernel/print_c.lua, print_cuda.lua).
+ * query rows, between q k and the softmax (lua/kvlab/kernel/print/c.lua, print/cuda.lua).
  *
  * The score of a row and a key is what the softmax sees: scaled, capped, with ALiBi added. A
  * hook adds to it, and makes it -inf for a key that the row is not to see. Keys that the row

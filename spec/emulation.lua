@@ -2,10 +2,10 @@
 -- there is a C++ compiler: `emulation.with(fn)` does it for all kernels of expressions
 -- that fn opens with kernel.chosen = "emulated". Attention's hooks, which are compiled
 -- into hand-written kernels, cannot be run so; the CPU's take their place.
-local cache = require "kvlab.kernel.cache"
+local cache = require "kvlab.kernel.run.cache"
 local ffi = require "ffi"
 local files = require "kvlab.files"
-local kernel = require "kvlab.kernel.kernel"
+local kernel = require "kvlab.kernel.run.kernel"
 local library = require "kvlab.library"
 local support = require "spec.support"
 local temporary = require "spec.temporary"

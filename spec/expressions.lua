@@ -1,7 +1,7 @@
 --- Runs expressions as a policy's kernels on small random caches, beside the reference
 -- (spec/reference/expression.lua), and makes random expressions. All stored numbers are
 -- small whole ones, so sums and products are exact and comparisons have one answer.
-local kernel = require "kvlab.kernel.kernel"
+local kernel = require "kvlab.kernel.run.kernel"
 local kv = require "kvlab"
 local policy = require "kvlab.policy.policy"
 local reference = require "spec.reference.expression"
@@ -212,8 +212,8 @@ end
 
 --- The score expression of a policy with its fields put in.
 function M.resolved(p)
-  local expression = require "kvlab.kernel.expression"
-  local place = require "kvlab.kernel.place"
+  local expression = require "kvlab.kernel.expression.expression"
+  local place = require "kvlab.kernel.expression.place"
   return expression.resolve(p.expressions.score,
     place.seen(p.expressions.fields or {}, "f32"), "spec")
 end
@@ -365,7 +365,7 @@ M.build, M.condition, M.down_to = build, condition, down_to
 --- A policy of random expressions: a summary with some fields, and a score.
 ---@param seed integer
 function M.random(seed)
-  local expression = require "kvlab.kernel.expression"
+  local expression = require "kvlab.kernel.expression.expression"
   local draw = M.draws(seed)
   local summary, bounds = {}, {}
   local self = setmetatable({ draw = draw, place = "summary", fields = {} }, Maker)
@@ -378,7 +378,7 @@ function M.random(seed)
       summary[name], bounds[name] = x, bound
     end
   end
-  local place = require "kvlab.kernel.place"
+  local place = require "kvlab.kernel.expression.place"
   local fields = place.fields(summary, "policy random")
   self.place, self.fields = "score", bounds
   self.dims_of = function(x)

@@ -164,9 +164,9 @@ M.MAKERS = {
   ["policy/summary Summary"] = function(w) return w.summary end,
   ["policy/hash Hashes"] = function(w) return w.hashes end,
   ["policy/hash Centred"] = of "centred",
-  ["kernel/expression expression"] = function(w) return w.any_expression() end,
-  ["kernel/show expression"] = function(w) return w.any_expression() end,
-  ["kernel/source Source"] = of "source",
+  ["kernel/expression/expression expression"] = function(w) return w.any_expression() end,
+  ["kernel/run/show expression"] = function(w) return w.any_expression() end,
+  ["kernel/run/source Source"] = of "source",
   ["policy/tally Tally"] = function(w) return w.tally end,
   ["tensor/safetensors File"] = of "file", ["tensor/gguf File"] = of "gguf",
   ["memory/prefetch Ticket"] = of "ticket",
@@ -396,7 +396,7 @@ function M.arguments_for(target, w, rng)
     elseif OPTIONS[parameter] and rows[target.name] then
       list[i] = options_for(target.name, w, rng)
     elseif by_name then list[i] = by_name(w, rng)
-    elseif target.section == "kvlab/kernel/expression" then
+    elseif target.section == "kvlab/kernel/expression/expression" then
       list[i] = an_operand(parameter, w, rng)
     else list[i] = any_value(w, rng) end
     if by_name and rng(4) == 0 then list[i] = spoilt(list[i], w, rng) end

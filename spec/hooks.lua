@@ -2,8 +2,8 @@
 -- reference (spec/reference/hooked_attention.lua), and makes random ones. Stored numbers
 -- are small whole ones and the scale is a power of two, so logits are exact.
 local expressions = require "spec.expressions"
-local kernel = require "kvlab.kernel.kernel"
-local kernel_hook = require "kvlab.kernel.hook"
+local kernel = require "kvlab.kernel.run.kernel"
+local kernel_hook = require "kvlab.kernel.run.hook"
 local kv = require "kvlab"
 local ops = require "kvlab.tensor.ops"
 local policy = require "kvlab.policy.policy"

@@ -114,7 +114,9 @@ M.LUA_ROOMS = {
   { "lua/kvlab" }, -- what everything may require
   { "lua/kvlab/report", "lua/kvlab/tensor", "lua/kvlab/text" },
   { "lua/kvlab/memory", "lua/kvlab/task" },
-  { "lua/kvlab/index", "lua/kvlab/kernel" },
+  { "lua/kvlab/index", "lua/kvlab/kernel/expression" },
+  { "lua/kvlab/kernel/print" },
+  { "lua/kvlab/kernel/run" },
   { "lua/kvlab/policy" },
   { "lua/kvlab/observe" },
   { "lua/kvlab/serve" },

@@ -1,8 +1,8 @@
 --- Runs maps (kv.kernel.map) on small random tensors, beside the reference by the book
 -- (spec/reference/expression.lua).
-local expression = require "kvlab.kernel.expression"
+local expression = require "kvlab.kernel.expression.expression"
 local expressions = require "spec.expressions"
-local kernel = require "kvlab.kernel.kernel"
+local kernel = require "kvlab.kernel.run.kernel"
 local kv = require "kvlab"
 local policy = require "kvlab.policy.policy"
 local reference = require "spec.reference.expression"

@@ -9,7 +9,7 @@
 --          numbers, and with some that are not finite among them
 package.path = require("kvlab").paths.root .. "/?.lua;" .. package.path
 local emulation = require "spec.emulation"
-local expression = require "kvlab.kernel.expression"
+local expression = require "kvlab.kernel.expression.expression"
 local expressions = require "spec.expressions"
 local hooks = require "spec.hooks"
 local kv = require "kvlab"

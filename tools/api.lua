@@ -30,8 +30,9 @@ local CHAPTERS = {
   { "Policies and attention", { "kvlab/policy/policy", "kvlab/policy/attention",
     "kvlab/policy/context", "kvlab/policy/summary", "kvlab/policy/hash",
     "kvlab/policy/tally", "kvlab/policy/sampling", "kvlab/policy/reload" } },
-  { "Kernels from Lua", { "kvlab/kernel/expression", "kvlab/kernel/kernel",
-    "kvlab/kernel/show", "kvlab/kernel/map", "kvlab/kernel/source" } },
+  { "Kernels from Lua", { "kvlab/kernel/expression/expression",
+    "kvlab/kernel/run/kernel",
+    "kvlab/kernel/run/show", "kvlab/kernel/run/map", "kvlab/kernel/run/source" } },
   { "Observers", { "kvlab/observe/probe", "kvlab/observe/record",
     "kvlab/observe/capture" } },
   { "Indexer", { "kvlab/index/index_cache", "kvlab/index/indexer",
@@ -66,7 +67,7 @@ local function reachable()
   for _, key in ipairs(sorted.keys(kv)) do
     if type(kv[key]) == "table" then add("kv." .. key .. ".", kv[key]) end
   end
-  for _, module in ipairs { "tensor.tensor", "tensor.device", "kernel.expression" } do
+  for _, module in ipairs { "tensor.tensor", "tensor.device", "kernel.expression.expression" } do
     add(module:match "[^.]*$" .. ":", require("kvlab." .. module).methods)
   end
   for _, chapter in ipairs(CHAPTERS) do

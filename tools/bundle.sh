@@ -59,7 +59,7 @@ bundle() {
 
 # Compiles the kernels of the shipped policies, for machines without a compiler.
 precompile() {
-  [ -e "$root/lua/kvlab/kernel/kernel.lua" ] || return 0
+  [ -e "$root/lua/kvlab/kernel/run/kernel.lua" ] || return 0
   mkdir -p "$target/kernels/compiled"
   archs=''
   [ "$cuda" = off ] || archs=${cuda_arch:-80,90a}

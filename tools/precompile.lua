@@ -8,15 +8,15 @@
 -- out: the folder; arch: the GPU architectures, "" for none. Which shapes: SHAPES below,
 -- on the CPU for every instruction set. To compile fewer, name some of them:
 -- --set isa=avx2 --set dtype=bf16,f32 --set head_dim=64.
-local cache = require "kvlab.kernel.cache"
-local compiler = require "kvlab.kernel.compiler"
-local kernel = require "kvlab.kernel.kernel"
-local kernel_hook = require "kvlab.kernel.hook"
+local cache = require "kvlab.kernel.run.cache"
+local compiler = require "kvlab.kernel.run.compiler"
+local kernel = require "kvlab.kernel.run.kernel"
+local kernel_hook = require "kvlab.kernel.run.hook"
 local kv = require "kvlab"
-local nvrtc = require "kvlab.kernel.nvrtc"
+local nvrtc = require "kvlab.kernel.run.nvrtc"
 local policy = require "kvlab.policy.policy"
 local sorted = require "kvlab.sorted"
-local source_text = require "kvlab.kernel.source_text"
+local source_text = require "kvlab.kernel.print.source_text"
 
 local set = kv.command_line.set
 local out = set.out or error("precompile: --set out=DIR is missing", 0)

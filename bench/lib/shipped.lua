@@ -5,7 +5,7 @@
 -- A way is made by a function of a rig and has update(ev), fields() and score(ctx), or
 -- some of them. fields() are the summary's values for the blocks of the rig, as f32 by
 -- name. A case with `summary` has fields, one with `no_score` no score.
-local kernel = require "kvlab.kernel.kernel"
+local kernel = require "kvlab.kernel.run.kernel"
 local kv = require "kvlab"
 local policy = require "kvlab.policy.policy"
 

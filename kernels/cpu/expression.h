@@ -1,4 +1,4 @@
-/* What the kernels that are generated from expressions (lua/kvlab/kernel/print_c.lua) are
+/* What the kernels that are generated from expressions (lua/kvlab/kernel/print/c.lua) are
  * written with: each operation and reduction, on single numbers and on vectors of them. The
  * name says the type: f32 i32 u32 u64 bool, vf vi vu for vectors. Bools are 0 or 1, and 0 or
  * -1 in the lanes of a vi.

@@ -1,4 +1,4 @@
-/* What the CUDA kernels that are generated from expressions (lua/kvlab/kernel/print_cuda.lua)
+/* What the CUDA kernels that are generated from expressions (lua/kvlab/kernel/print/cuda.lua)
  * are written with. NVRTC compiles them, and needs no header of the toolkit: this file
  * includes none. The names and meanings are those of kernels/cpu/expression.h. */
 #ifndef KVL_CUDA_EXPRESSION_CUH

@@ -36,8 +36,8 @@
 local arguments = require "kvlab.arguments"
 local library = require "kvlab.library"
 local device = require "kvlab.tensor.device"
-local expression = require "kvlab.kernel.expression"
-require "kvlab.kernel.show" -- expression:source
+local expression = require "kvlab.kernel.expression.expression"
+require "kvlab.kernel.run.show" -- expression:source
 local tensor = require "kvlab.tensor.arithmetic"
 
 local M = {
@@ -55,8 +55,8 @@ end
 function M.dtype_bytes(name) return library.C.kvl_dtype_bytes(library.dtype(name)) end
 
 M.expr = expression.e
-M.kernel = { source = require("kvlab.kernel.source").source,
-             map = require("kvlab.kernel.map").map }
+M.kernel = { source = require("kvlab.kernel.run.source").source,
+             map = require("kvlab.kernel.run.map").map }
 
 -- What is loaded when it is first used, because most programs need only a third of it.
 local later = {}

@@ -478,9 +478,10 @@ end
 --- Why expressions cannot be compiled here, or nil.
 local function uncompiled(dev)
   if dev:is_cpu() then
-    return not require("kvlab.kernel.compiler").find() and "there is no C compiler" or nil
+    local has = require("kvlab.kernel.run.compiler").find()
+    return not has and "there is no C compiler" or nil
   end
-  local lib, why = require("kvlab.kernel.nvrtc").open()
+  local lib, why = require("kvlab.kernel.run.nvrtc").open()
   return not lib and why or nil
 end
 

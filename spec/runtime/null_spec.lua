@@ -1,7 +1,7 @@
 --- Every function of runtime/kvlab.h, with NULL for each of its pointers in turn: it
 -- returns (an error, or where that argument may be NULL a result), and does not crash.
 local client = require "spec.http_client"
-local compiler = require "kvlab.kernel.compiler"
+local compiler = require "kvlab.kernel.run.compiler"
 local connections = require "kvlab.http.connections"
 local ffi = require "ffi"
 local kv = require "kvlab"

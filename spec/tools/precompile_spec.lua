@@ -1,7 +1,7 @@
 --- tools/precompile.lua: what a bundle carries is what shipped policies look for.
-local compiler = require "kvlab.kernel.compiler"
+local compiler = require "kvlab.kernel.run.compiler"
 local files = require "kvlab.files"
-local kernel = require "kvlab.kernel.kernel"
+local kernel = require "kvlab.kernel.run.kernel"
 local kv = require "kvlab"
 local policy = require "kvlab.policy.policy"
 local temporary = require "spec.temporary"

@@ -1,4 +1,4 @@
-/* What the kernels that emit in a prefill (lua/kvlab/kernel/print_c.lua) are written with:
+/* What the kernels that emit in a prefill (lua/kvlab/kernel/print/c.lua) are written with:
  * the scores of a tile of queries and a few blocks, computed again from q and K.
  *
  * The lanes of a vector are keys, as the expressions want them, so K is transposed once for

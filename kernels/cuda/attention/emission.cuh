@@ -1,4 +1,4 @@
-/* What the kernels that emit in a prefill are written with (lua/kvlab/kernel/cuda_prompt.lua):
+/* What the kernels that emit in a prefill are written with (lua/kvlab/kernel/print/cuda_prompt.lua):
  * the keys of a few blocks, which stay in shared memory, and their products with a tile of
  * query rows on the tensor cores (score_mma.cuh). A row is a pair (query, head of the group).
  *

@@ -1,6 +1,6 @@
 /* The hook of an attention kernel (hook.h). Kernels are compiled without one (no_hook) and,
  * while the program runs, by NVRTC with the hook of a policy, a struct that
- * lua/kvlab/kernel/print_cuda.lua writes:
+ * lua/kvlab/kernel/print/cuda.lua writes:
  *   ACTIVE, KEEPS     whether it changes scores, and whether they are kept
  *   scores, room      where: f32 [tokens, heads, room], by position
  *   operator()(score, row, position)   the new score; scores are in base 2 */

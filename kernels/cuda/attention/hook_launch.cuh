@@ -19,7 +19,7 @@ template <> inline constexpr const char *type_name<__half> = "f16";
 template <> inline constexpr const char *type_name<__nv_bfloat16> = "bf16";
 template <> inline constexpr const char *type_name<f8e4m3> = "f8";
 
-/* What a kernel gets of a hook: the policy's struct has the same layout (print_cuda.lua). */
+/* What a kernel gets of a hook: the policy's struct has the same layout (print/cuda.lua). */
 struct hook_argument {
   float *scores;
   int64_t room;

@@ -50,7 +50,7 @@ inline bool wgmma_boxes(const kvl_pages &c) {
 
 /* Without a bias, products are masked before they are scaled, so the scale has to be positive.
  * One new token of at most 16 heads a KV head is for paged_decode.cuh, and so is a hook's
- * decode. lua/kvlab/kernel/cuda_attention.lua relies on it that a hook's prefill is taken for
+ * decode. lua/kvlab/kernel/print/cuda_attention.lua relies on it that a hook's prefill is taken for
  * these dtypes and head_dims. */
 inline bool wgmma_takes(const kvl_paged_attention_args &a, int device, bool hooked) {
   const kvl_pages &c = a.cache;

@@ -1,5 +1,5 @@
 /* What the kernels of expressions whose sums over dim are matrix products are written with
- * (lua/kvlab/kernel/print_cuda_products.lua): the rows of blocks on their way through shared
+ * (lua/kvlab/kernel/print/cuda_products.lua): the rows of blocks on their way through shared
  * memory, and their products with the group's queries (score_mma.cuh).
  *
  * A turn is what a warp scores at once: 32 blocks by one row each, or as many blocks as have

@@ -13,7 +13,7 @@
 local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
 local check = require "kvlab.policy.check"
-local kernel_hook = require "kvlab.kernel.hook"
+local kernel_hook = require "kvlab.kernel.run.hook"
 local context = require "kvlab.policy.context"
 local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"

@@ -4,10 +4,10 @@
 --   kvlab cache         the folder, how many kernels are kept there, and their bytes
 --   kvlab cache clear   removes them
 local ffi = require "ffi"
-local cache = require "kvlab.kernel.cache"
-local compiler = require "kvlab.kernel.compiler"
+local cache = require "kvlab.kernel.run.cache"
+local compiler = require "kvlab.kernel.run.compiler"
 local library = require "kvlab.library"
-local nvrtc = require "kvlab.kernel.nvrtc"
+local nvrtc = require "kvlab.kernel.run.nvrtc"
 
 local C = library.C
 

@@ -1,7 +1,7 @@
 --- Kernels are kept on disk, found again, and never taken from a file that is not whole
 -- or that somebody else can write. Whatever the folder and the compiler do, the scores
 -- are the same, or an error says why there are none.
-local compiler = require "kvlab.kernel.compiler"
+local compiler = require "kvlab.kernel.run.compiler"
 local files = require "kvlab.files"
 local processes = require "spec.processes"
 local support = require "spec.support"
@@ -14,7 +14,7 @@ local RUN = "run --device=cpu --isa=" .. (support.is_hostile and support.isa() o
 -- Prints how many kernels were compiled, and the scores of a policy with one kernel.
 local SCRIPT = [[
   package.path = require("kvlab").paths.root .. "/?.lua;" .. package.path
-  local compiler = require "kvlab.kernel.compiler"
+  local compiler = require "kvlab.kernel.run.compiler"
   local expressions = require "spec.expressions"
   local e = require("kvlab").expr
   local compile, compiled = compiler.compile, 0
@@ -86,7 +86,7 @@ describe("the cache of kernels", function()
   local function keep_no_library()
     local path, right = kept(), script
     local whole = files.read(path)
-    script = temporary.file(('require("kvlab.kernel.cache").keep(%q, "no library")')
+    script = temporary.file(('require("kvlab.kernel.run.cache").keep(%q, "no library")')
       :format(path:match "[^/]*$"), "keep.lua")
     assert.equal(0, (try()))
     script = right

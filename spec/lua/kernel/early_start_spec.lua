@@ -1,10 +1,10 @@
 --- Kernels that are printed in CUDA start early, so they wait before they do anything
 -- (kernels/cuda/programmatic.cuh). The rest of their text needs no look then.
-local kernel = require "kvlab.kernel.kernel"
+local kernel = require "kvlab.kernel.run.kernel"
 local kv = require "kvlab"
-local kernel_hook = require "kvlab.kernel.hook"
+local kernel_hook = require "kvlab.kernel.run.hook"
 local policy = require "kvlab.policy.policy"
-local source_text = require "kvlab.kernel.source_text"
+local source_text = require "kvlab.kernel.print.source_text"
 
 local BEGIN = "^{%s*const [%w_]+ %*a = &args;%s*let_next_start%(%);"
   .. "%s*wait_for_previous%(%);"

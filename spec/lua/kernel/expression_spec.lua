@@ -1,7 +1,7 @@
 --- Expressions as they are built: dimensions, types, errors that name the line, and text.
 local e = require("kvlab").expr
-local expression = require "kvlab.kernel.expression"
-local place = require "kvlab.kernel.place"
+local expression = require "kvlab.kernel.expression.expression"
+local place = require "kvlab.kernel.expression.place"
 
 local HERE = "spec/lua/kernel/expression_spec%.lua:%d+: "
 

@@ -1,6 +1,6 @@
 --- bias, mask, log_weight and emit against attention by the book, on every printer.
 -- Tolerances: spec/hooks.lua.
-local compiler = require "kvlab.kernel.compiler"
+local compiler = require "kvlab.kernel.run.compiler"
 local hooks = require "spec.hooks"
 local kv = require "kvlab"
 local support = require "spec.support"

@@ -5,7 +5,7 @@
 local expressions = require "spec.expressions"
 local ffi = require "ffi"
 local kv = require "kvlab"
-local compiler = require "kvlab.kernel.compiler"
+local compiler = require "kvlab.kernel.run.compiler"
 
 local e = kv.expr
 local TOLERANCE = 1e-4

@@ -1,8 +1,8 @@
 --- Maps against the reference by the book, on every printer, and as a policy calls them.
 -- Stated tolerance: 1e-4 of the larger number.
-local compiler = require "kvlab.kernel.compiler"
+local compiler = require "kvlab.kernel.run.compiler"
 local expressions = require "spec.expressions"
-local kernel = require "kvlab.kernel.kernel"
+local kernel = require "kvlab.kernel.run.kernel"
 local kv = require "kvlab"
 local maps = require "spec.maps"
 local policy = require "kvlab.policy.policy"
@@ -144,8 +144,8 @@ end)
 
 describe("a map of a policy", function()
   it("is compiled by NVRTC, which needs no GPU", function()
-    local nvrtc = require "kvlab.kernel.nvrtc"
-    local place = require "kvlab.kernel.place"
+    local nvrtc = require "kvlab.kernel.run.nvrtc"
+    local place = require "kvlab.kernel.expression.place"
     if not nvrtc.open() then return pending "NVRTC is not here" end
     for _, fn in ipairs { mix, ramp, slope } do
       local plan = place.map(kv.kernel.map(fn).expression, "map", { dtype = "f32",

@@ -1,12 +1,12 @@
 --- Sums over dim that are matrix products: which ones are found, and that kernels compute
 -- them as the reference says, numbers that are not finite included. More of them:
 -- ./kvlab run spec/random_kernels.lua --set place=products --set target=emulated
-local compiler = require "kvlab.kernel.compiler"
+local compiler = require "kvlab.kernel.run.compiler"
 local emulation = require "spec.emulation"
 local expressions = require "spec.expressions"
 local kv = require "kvlab"
-local nvrtc = require "kvlab.kernel.nvrtc"
-local print_cuda = require "kvlab.kernel.print_cuda"
+local nvrtc = require "kvlab.kernel.run.nvrtc"
+local print_cuda = require "kvlab.kernel.print.cuda"
 local support = require "spec.support"
 
 local e = kv.expr

@@ -1,7 +1,7 @@
 --- e.scale: what attention multiplies q . k by, a constant of the kernels of a policy.
 local kv = require "kvlab"
-local expression = require "kvlab.kernel.expression"
-local place = require "kvlab.kernel.place"
+local expression = require "kvlab.kernel.expression.expression"
+local place = require "kvlab.kernel.expression.place"
 
 local e = kv.expr
 

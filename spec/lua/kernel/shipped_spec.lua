@@ -1,7 +1,7 @@
 --- The policies' scores and summaries as expressions, held to the ops that the shipped
 -- policies call and to tensor ops (bench/lib/shipped.lua). Stated tolerance: 1e-4 of the
 -- larger number, because the order of sums differs.
-local compiler = require "kvlab.kernel.compiler"
+local compiler = require "kvlab.kernel.run.compiler"
 local expressions = require "spec.expressions"
 local kv = require "kvlab"
 

@@ -1,9 +1,9 @@
 --- The text that an expression becomes, for every place and target: it can be compiled.
-local compiler = require "kvlab.kernel.compiler"
-local kernel = require "kvlab.kernel.kernel"
+local compiler = require "kvlab.kernel.run.compiler"
+local kernel = require "kvlab.kernel.run.kernel"
 local kv = require "kvlab"
-local nvrtc = require "kvlab.kernel.nvrtc"
-local show = require "kvlab.kernel.show"
+local nvrtc = require "kvlab.kernel.run.nvrtc"
+local show = require "kvlab.kernel.run.show"
 
 local e = kv.expr
 local QUEST = { lo = e.k:min "token", hi = e.k:max "token" }

@@ -1,8 +1,8 @@
 --- Kernels of source text: what a call checks, what it launches, and what errors say.
-local compiler = require "kvlab.kernel.compiler"
+local compiler = require "kvlab.kernel.run.compiler"
 local files = require "kvlab.files"
 local kv = require "kvlab"
-local nvrtc = require "kvlab.kernel.nvrtc"
+local nvrtc = require "kvlab.kernel.run.nvrtc"
 local temporary = require "spec.temporary"
 local traces = require "spec.traces"
 

@@ -1,15 +1,15 @@
 --- `:kernel` shows the kernels of an expression, a map, a policy or a source text, and
 -- `:time` measures them, over a synthetic cache on the current device.
 local device = require "kvlab.tensor.device"
-local expression = require "kvlab.kernel.expression"
+local expression = require "kvlab.kernel.expression.expression"
 local inspect = require "kvlab.shell.repl.inspect"
-local kernel = require "kvlab.kernel.kernel"
-local kernel_hook = require "kvlab.kernel.hook"
-local map = require "kvlab.kernel.map"
+local kernel = require "kvlab.kernel.run.kernel"
+local kernel_hook = require "kvlab.kernel.run.hook"
+local map = require "kvlab.kernel.run.map"
 local policy = require "kvlab.policy.policy"
-local show = require "kvlab.kernel.show"
+local show = require "kvlab.kernel.run.show"
 local sorted = require "kvlab.sorted"
-local source = require "kvlab.kernel.source"
+local source = require "kvlab.kernel.run.source"
 local tensor = require "kvlab.tensor.arithmetic"
 local timing = require "kvlab.shell.repl.timing"
 

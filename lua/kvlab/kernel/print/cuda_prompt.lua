@@ -4,11 +4,11 @@
 -- scores in shared memory. Then teams of lanes compute the expressions from these, each
 -- of one query and one block at a time. A block's sum has one order.
 -- kernels/cuda/attention/emission.cuh has what does not depend on the expressions.
-local expression = require "kvlab.kernel.expression"
-local products = require "kvlab.kernel.cuda_products"
-local schedule = require "kvlab.kernel.schedule"
-local shared = require "kvlab.kernel.c_text"
-local printer = require "kvlab.kernel.cuda_printer"
+local expression = require "kvlab.kernel.expression.expression"
+local products = require "kvlab.kernel.print.cuda_products"
+local schedule = require "kvlab.kernel.print.schedule"
+local shared = require "kvlab.kernel.print.c_text"
+local printer = require "kvlab.kernel.print.cuda_printer"
 
 local bytes_of, indented = shared.bytes_of, shared.indented
 local M = {}

@@ -1,5 +1,5 @@
---- Prints values, loops and reductions of a kernel in CUDA, for kernel/schedule.lua. What
--- the text calls is in kernels/cuda/expression.cuh.
+--- Prints values, loops and reductions of a kernel in CUDA, for schedule.lua beside it.
+-- What the text calls is in kernels/cuda/expression.cuh.
 --
 -- A row of dim lies in the lanes of a team (a part of a warp), which load it 16 bytes at
 -- a time. Every lane keeps its elements in registers, and a reduction over dim ends with
@@ -11,7 +11,7 @@
 -- (queries lie in shared memory), streams (a list for loads that are done ahead), and
 -- product (a function that gives the text of a product). array_room: how many elements of
 -- arrays a thread still has room for.
-local shared = require "kvlab.kernel.c_text"
+local shared = require "kvlab.kernel.print.c_text"
 
 local bytes_of, TYPES = shared.bytes_of, shared.TYPES
 local M = {}

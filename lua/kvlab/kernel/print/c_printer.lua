@@ -1,4 +1,4 @@
---- Prints values, loops and reductions of a kernel in C, for kernel/schedule.lua. What
+--- Prints values, loops and reductions of a kernel in C, for schedule.lua beside it. What
 -- the text calls is in kernels/cpu/expression.h. Vectors run along dim, and the query
 -- heads of a group are unrolled, so that a row is read once for all of them.
 --
@@ -6,8 +6,8 @@
 -- dim), token_vectors (the reductions over tokens that are done in vectors),
 -- keys_in_vectors (of a hook), items (blocks at once), tokens (how many, as text),
 -- key_bytes (of a summary, or a score that walks through the K of one block at a time).
-local c_text = require "kvlab.kernel.c_text"
-local expression = require "kvlab.kernel.expression"
+local c_text = require "kvlab.kernel.print.c_text"
+local expression = require "kvlab.kernel.expression.expression"
 
 local TYPES, VECTORS, MEMORY, NUMBERS = c_text.TYPES, c_text.VECTORS, c_text.MEMORY,
   c_text.NUMBERS

@@ -1,15 +1,15 @@
 --- Kernels of expressions on a device: compiled or taken from the cache, given their
 -- arguments, and launched. A policy gets them by kernel.attach.
 local ffi = require "ffi"
-local cache = require "kvlab.kernel.cache"
-local compiler = require "kvlab.kernel.compiler"
-local expression = require "kvlab.kernel.expression"
+local cache = require "kvlab.kernel.run.cache"
+local compiler = require "kvlab.kernel.run.compiler"
+local expression = require "kvlab.kernel.expression.expression"
 local library = require "kvlab.library"
-local lua_kernel = require "kvlab.kernel.lua_kernel"
+local lua_kernel = require "kvlab.kernel.run.lua_kernel"
 local pages = require "kvlab.tensor.pages"
-local place = require "kvlab.kernel.place"
-local print_c = require "kvlab.kernel.print_c"
-local print_lua = require "kvlab.kernel.print_lua"
+local place = require "kvlab.kernel.expression.place"
+local print_c = require "kvlab.kernel.print.c"
+local print_lua = require "kvlab.kernel.print.lua"
 local sorted = require "kvlab.sorted"
 local tensor = require "kvlab.tensor.tensor"
 local words = require "kvlab.words"
@@ -46,13 +46,13 @@ end
 function M.print(plan, target)
   if target == "lua" then return print_lua.print(plan) end
   if compiler.LANES[target] then return print_c.print(plan, compiler.LANES[target]) end
-  return require("kvlab.kernel.print_cuda").print(plan, target)
+  return require("kvlab.kernel.print.cuda").print(plan, target)
 end
 
 --- Compiles a source. Returns its image, or nil and why.
 function M.compile(source, target)
   if compiler.LANES[target] then return compiler.compile(source, target) end
-  return require("kvlab.kernel.nvrtc").compile(source, target)
+  return require("kvlab.kernel.run.nvrtc").compile(source, target)
 end
 
 --- The code of an image; nil and why it cannot be loaded.
@@ -115,7 +115,7 @@ local function usual_target(plan, dev)
   if dev:is_cpu() then
     has, why = compiler.find(), "there is no C compiler (gcc, or what CC names)"
   else
-    has, why = require("kvlab.kernel.nvrtc").open()
+    has, why = require("kvlab.kernel.run.nvrtc").open()
   end
   local target = M.target(dev)
   if has or kept_code(dev, plan.what, M.print(plan, target), target) then
@@ -331,7 +331,7 @@ local Q_DTYPES = library.dtypes
 -- Thread blocks for each multiprocessor: enough to fill it twice over.
 local WAVES = 4
 
---- The same for a kernel of products (kernel/cuda_products.lua): one wave of thread
+--- The same for a kernel of products (kernel/print/cuda_products.lua): one wave of thread
 -- blocks; with tokens shorter ones, which are shared out more evenly.
 local function set_grid_of_products(kernel, ctx)
   local launch = kernel.products
@@ -412,7 +412,7 @@ end
 
 -- ---- maps -----------------------------------------------------------------------------
 
---- The kernel of a map (kernel/map.lua).
+--- The kernel of a map (kernel/run/map.lua).
 local function open_map(map, what, o, dev)
   local plan = place.map(map.expression, what, o)
   local kernel = M.open(plan, dev)

@@ -1,10 +1,10 @@
---- Runs a kernel that was printed in Lua (kernel/print_lua.lua). It waits for the device.
+--- Runs a kernel that was printed in Lua (kernel/print/lua.lua). It waits for the device.
 -- Memory of a GPU is copied to the host for the run, and what was written is copied back.
 local ffi = require "ffi"
 local library = require "kvlab.library"
-local numbers = require "kvlab.kernel.numbers"
+local numbers = require "kvlab.kernel.run.numbers"
 local pages = require "kvlab.tensor.pages"
-local place = require "kvlab.kernel.place"
+local place = require "kvlab.kernel.expression.place"
 
 local C, check = library.C, library.check
 local M = {}

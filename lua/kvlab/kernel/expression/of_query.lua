@@ -8,7 +8,7 @@
 --   e.where(e.query_position:ge(e.length - 32), e.weight, 0):sum "token":mean "head"
 --
 -- needs a query if its position is at least length - 32.
-local expression = require "kvlab.kernel.expression"
+local expression = require "kvlab.kernel.expression.expression"
 
 local M = {}
 

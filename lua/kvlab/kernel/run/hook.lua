@@ -4,10 +4,10 @@
 -- emits in a decode step is computed from the scores that the softmax saw, which
 -- attention keeps then, and from their log-sum-exp, without reading K again. A prefill
 -- has too many scores to keep, so they are computed again from q and K.
-local expression = require "kvlab.kernel.expression"
-local kernel = require "kvlab.kernel.kernel"
-local lua_attention = require "kvlab.kernel.lua_attention"
-local place = require "kvlab.kernel.place"
+local expression = require "kvlab.kernel.expression.expression"
+local kernel = require "kvlab.kernel.run.kernel"
+local lua_attention = require "kvlab.kernel.run.lua_attention"
+local place = require "kvlab.kernel.expression.place"
 local sorted = require "kvlab.sorted"
 local tensor = require "kvlab.tensor.tensor"
 

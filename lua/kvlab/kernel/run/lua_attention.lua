@@ -3,7 +3,7 @@
 -- what it reads is copied to the host. It takes the arguments of the op paged_attention.
 local ffi = require "ffi"
 local library = require "kvlab.library"
-local lua_kernel = require "kvlab.kernel.lua_kernel"
+local lua_kernel = require "kvlab.kernel.run.lua_kernel"
 local pages = require "kvlab.tensor.pages"
 local tensor = require "kvlab.tensor.tensor"
 

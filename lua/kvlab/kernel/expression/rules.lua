@@ -1,6 +1,6 @@
 --- What the operations of expressions take and give: types, casts, and the dimensions of
 -- reductions. An error names the line that built the node, and both sides.
-local nodes = require "kvlab.kernel.node"
+local nodes = require "kvlab.kernel.expression.node"
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
 local words = require "kvlab.words"

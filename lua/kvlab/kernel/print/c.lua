@@ -1,10 +1,10 @@
 --- Prints a kernel in C, from its plan. What it calls is in kernels/cpu/expression.h;
 -- threads share the work as in every CPU kernel.
-local c_printer = require "kvlab.kernel.c_printer"
-local c_prompt = require "kvlab.kernel.c_prompt"
-local c_text = require "kvlab.kernel.c_text"
-local expression = require "kvlab.kernel.expression"
-local schedule = require "kvlab.kernel.schedule"
+local c_printer = require "kvlab.kernel.print.c_printer"
+local c_prompt = require "kvlab.kernel.print.c_prompt"
+local c_text = require "kvlab.kernel.print.c_text"
+local expression = require "kvlab.kernel.expression.expression"
+local schedule = require "kvlab.kernel.print.schedule"
 
 local VECTORS, MEMORY, NUMBERS = c_text.VECTORS, c_text.MEMORY, c_text.NUMBERS
 local bytes_of, item_of, struct = c_text.bytes_of, c_text.item_of, c_text.struct

@@ -1,8 +1,8 @@
 --- Prints a kernel in Lua, from its plan: plain loops over host memory, which LuaJIT
 -- compiles. It needs no compiler, computes in doubles, and runs at once, on one thread.
--- What it calls is in kernel/numbers.lua.
-local expression = require "kvlab.kernel.expression"
-local schedule = require "kvlab.kernel.schedule"
+-- What it calls is in kernel/run/numbers.lua.
+local expression = require "kvlab.kernel.expression.expression"
+local schedule = require "kvlab.kernel.print.schedule"
 
 local M = {}
 
@@ -522,8 +522,8 @@ end
 local PRINTS = { score = print_score, summary = print_summary, map = print_map,
                  hook = print_hook, emit = print_emit, prompt = print_prompt }
 
---- The source of a kernel: a chunk that gets kernel/numbers.lua, and returns a function
--- of the arguments.
+--- The source of a kernel: a chunk that gets kernel/run/numbers.lua, and returns a
+-- function of the arguments.
 ---@param plan kvlab.Plan
 ---@return string
 function M.print(plan)

@@ -1,6 +1,6 @@
 --- Compiles C at run time with the system's compiler: $CC, else gcc, else cc. A CUDA
--- kernel is compiled by kernel/nvrtc.lua.
-local cache = require "kvlab.kernel.cache"
+-- kernel is compiled by kernel/run/nvrtc.lua.
+local cache = require "kvlab.kernel.run.cache"
 local ffi = require "ffi"
 local files = require "kvlab.files"
 local library = require "kvlab.library"

@@ -1,16 +1,16 @@
---- Prints a score in CUDA whose sums over dim are matrix products (kernel/products.lua),
--- computed on the tensor cores. kernels/cuda/select/expression_products.cuh has what does not
--- depend on the expression.
+--- Prints a score in CUDA whose sums over dim are matrix products, computed on the tensor
+-- cores (kernel/expression/products.lua). What does not depend on the expression is in
+-- kernels/cuda/select/expression_products.cuh.
 --
 -- Rows come through a ring of tiles in shared memory. A warp multiplies each tile with
 -- the queries of the group, which lie in shared memory as sums of 16-bit numbers, and
 -- leaves the sums in shared memory. At the end of a turn it computes the rest of the
 -- score from them: by one lane for each block, or, where each token has a sum, by
 -- a team of lanes for each block.
-local expression = require "kvlab.kernel.expression"
-local shared = require "kvlab.kernel.c_text"
-local printer = require "kvlab.kernel.cuda_printer"
-local products = require "kvlab.kernel.products"
+local expression = require "kvlab.kernel.expression.expression"
+local shared = require "kvlab.kernel.print.c_text"
+local printer = require "kvlab.kernel.print.cuda_printer"
+local products = require "kvlab.kernel.expression.products"
 
 local bytes_of, indented, TYPES = shared.bytes_of, shared.indented, shared.TYPES
 local M = {}

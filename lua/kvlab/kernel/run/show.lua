@@ -1,10 +1,10 @@
 --- Shows what an expression becomes: expression:source "cuda".
-local expression = require "kvlab.kernel.expression"
+local expression = require "kvlab.kernel.expression.expression"
 local device = require "kvlab.tensor.device"
-local kernel = require "kvlab.kernel.kernel"
+local kernel = require "kvlab.kernel.run.kernel"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
-local place = require "kvlab.kernel.place"
+local place = require "kvlab.kernel.expression.place"
 
 local M = {}
 

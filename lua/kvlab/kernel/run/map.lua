@@ -12,7 +12,7 @@
 -- The parameters of the function are the tensors. Besides them an expression may read
 -- block, blocks, length, layer, kv_head, options of the policy and its consts. Columns
 -- past a sequence's last block are computed like all others; no selection looks at them.
-local expression = require "kvlab.kernel.expression"
+local expression = require "kvlab.kernel.expression.expression"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.tensor"

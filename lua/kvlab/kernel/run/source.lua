@@ -34,11 +34,11 @@
 local arguments = require "kvlab.arguments"
 local device = require "kvlab.tensor.device"
 local ffi = require "ffi"
-local kernel = require "kvlab.kernel.kernel"
+local kernel = require "kvlab.kernel.run.kernel"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
-local source_text = require "kvlab.kernel.source_text"
+local source_text = require "kvlab.kernel.print.source_text"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check

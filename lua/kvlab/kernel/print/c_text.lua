@@ -1,8 +1,8 @@
 --- What the texts of kernels in C and in CUDA have in common: types, operations, and the
 -- parts that a kernel is put together from.
-local expression = require "kvlab.kernel.expression"
-local place = require "kvlab.kernel.place"
-local schedule = require "kvlab.kernel.schedule"
+local expression = require "kvlab.kernel.expression.expression"
+local place = require "kvlab.kernel.expression.place"
+local schedule = require "kvlab.kernel.print.schedule"
 
 local M = {}
 

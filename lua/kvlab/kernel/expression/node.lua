@@ -1,5 +1,5 @@
---- Nodes of expressions (kernel/expression.lua): what one is, the line that built it, its
--- dimensions, and how it reads as text.
+--- Nodes of expressions (expression.lua beside it): what one is, the line that built it,
+-- its dimensions, and how it reads as text.
 local house = require "kvlab.house"
 
 local M = {}

@@ -1,8 +1,8 @@
 --- Prints a score in CUDA whose rows lie in the lanes of teams. A team scores several
 -- blocks at once, so that enough bytes are under way, and all query heads of a group read
 -- a row that was loaded once.
-local shared = require "kvlab.kernel.c_text"
-local printer = require "kvlab.kernel.cuda_printer"
+local shared = require "kvlab.kernel.print.c_text"
+local printer = require "kvlab.kernel.print.cuda_printer"
 
 local bytes_of, indented = shared.bytes_of, shared.indented
 local fixed_lines, item_of, row_lines = printer.fixed_lines, printer.item_of,

@@ -1,5 +1,5 @@
 --- The places where an expression can stand, and what a kernel for it needs: a plan, from
--- which a printer writes the kernel and kernel/kernel.lua fills its arguments.
+-- which a printer writes the kernel and kernel/run/kernel.lua fills its arguments.
 --
 --   summary   a block's tokens -> the fields of a summary, for a list of blocks
 --   score     the newest query and a block -> a number for each block and KV head
@@ -10,9 +10,9 @@
 --             decode step, from the scores that attention kept
 --   prompt    the same in a prefill: the sum over the queries of the chunk, from scores
 --             that are computed again
-local expression = require "kvlab.kernel.expression"
+local expression = require "kvlab.kernel.expression.expression"
 local ffi = require "ffi"
-local of_query = require "kvlab.kernel.of_query"
+local of_query = require "kvlab.kernel.expression.of_query"
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
 

@@ -1,9 +1,9 @@
---- Prints what is emitted in a prefill in C. kernels/cpu/attention/emission.h has what does not
--- depend on the expressions.
-local c_printer = require "kvlab.kernel.c_printer"
-local c_text = require "kvlab.kernel.c_text"
-local expression = require "kvlab.kernel.expression"
-local schedule = require "kvlab.kernel.schedule"
+--- Prints what is emitted in a prefill in C. kernels/cpu/attention/emission.h has what
+-- does not depend on the expressions.
+local c_printer = require "kvlab.kernel.print.c_printer"
+local c_text = require "kvlab.kernel.print.c_text"
+local expression = require "kvlab.kernel.expression.expression"
+local schedule = require "kvlab.kernel.print.schedule"
 
 local indented = c_text.indented
 local M = {}

@@ -8,7 +8,7 @@
 --
 -- The last is exact: a term's larger product is that with hi where q >= 0, else with lo.
 -- What of the score is outside of such sums is computed from them as if they were leaves.
-local expression = require "kvlab.kernel.expression"
+local expression = require "kvlab.kernel.expression.expression"
 
 local M = {}
 

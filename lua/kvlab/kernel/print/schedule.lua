@@ -1,5 +1,5 @@
 --- Orders the work of a kernel: which value is computed in which loop. It knows no
--- language; a printer (kernel/print_*.lua) says how each thing is written.
+-- language; a printer (kernel/print/*.lua) says how each thing is written.
 --
 -- A value belongs to the innermost loop that one of its dimensions is bound to, so
 -- everything is computed as early as it can be, and once. A reduction is a loop of its

@@ -1,7 +1,7 @@
 --- Prints kernels of attention in CUDA: a hook, which is compiled into the hand-written
 -- decode and prefill kernels, and what attention emits for each block.
-local shared = require "kvlab.kernel.c_text"
-local printer = require "kvlab.kernel.cuda_printer"
+local shared = require "kvlab.kernel.print.c_text"
+local printer = require "kvlab.kernel.print.cuda_printer"
 
 local fixed_lines, indented = printer.fixed_lines, shared.indented
 local M = {}
@@ -87,8 +87,8 @@ local function size_for(n, ...)
 end
 
 --- The header of the attention kernel of a shape, and the kernel with the hook. The rules
--- are those of launch_16bit and launch_f32_dim in kernels/cuda/attention/paged_attention.cu, and of
--- wgmma_takes in kernels/cuda/attention/wgmma_launch.cuh.
+-- are those of launch_16bit and launch_f32_dim in paged_attention.cu, and of wgmma_takes
+-- in wgmma_launch.cuh (kernels/cuda/attention).
 local function attention_kernel(plan, target)
   local dim, group, q, kv = plan.sizes.dim, plan.sizes.head, plan.q_dtype, plan.dtype
   if q == "f32" then
@@ -138,7 +138,8 @@ function M.hook(self, target)
     s.top = 2
   end)
   local header, text = attention_kernel(plan, target)
-  return ('#include "cuda/attention/%s.cuh"\n#include "cuda/expression.cuh"\n\n'):format(header)
+  return ('#include "cuda/attention/%s.cuh"\n'):format(header)
+    .. '#include "cuda/expression.cuh"\n\n'
     .. ("enum { TOKENS = %d };\n"):format(plan.sizes.token) .. shared.struct(plan) .. "\n"
     .. HOOK:format(tostring(plan.keeps or false), indented(lines, "    ")
       .. indented(body, "    ")) .. text

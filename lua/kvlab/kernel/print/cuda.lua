@@ -1,12 +1,12 @@
 --- Prints a kernel in CUDA, from its plan. What it calls is in
--- kernels/cuda/expression.cuh; kernel/cuda_*.lua print its parts.
-local attention = require "kvlab.kernel.cuda_attention"
-local expression = require "kvlab.kernel.expression"
-local shared = require "kvlab.kernel.c_text"
-local printer = require "kvlab.kernel.cuda_printer"
-local products = require "kvlab.kernel.cuda_products"
-local prompt = require "kvlab.kernel.cuda_prompt"
-local score = require "kvlab.kernel.cuda_score"
+-- kernels/cuda/expression.cuh; kernel/print/cuda_*.lua print its parts.
+local attention = require "kvlab.kernel.print.cuda_attention"
+local expression = require "kvlab.kernel.expression.expression"
+local shared = require "kvlab.kernel.print.c_text"
+local printer = require "kvlab.kernel.print.cuda_printer"
+local products = require "kvlab.kernel.print.cuda_products"
+local prompt = require "kvlab.kernel.print.cuda_prompt"
+local score = require "kvlab.kernel.print.cuda_score"
 
 local bytes_of, indented, TYPES = shared.bytes_of, shared.indented, shared.TYPES
 local ELEMENTS, fixed_lines = printer.ELEMENTS, printer.fixed_lines

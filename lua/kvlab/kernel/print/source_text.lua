@@ -1,4 +1,4 @@
---- What the compiler gets for a kernel of source text (kernel/source.lua): the user's
+--- What the compiler gets for a kernel of source text (kernel/run/source.lua): the user's
 -- text, and around it the entry that calls its function with the arguments.
 local files = require "kvlab.files"
 local house = require "kvlab.house"

@@ -5,7 +5,7 @@
 --
 -- An operator or a method makes a node and checks it at once: an error names the line
 -- that built the node and the dimensions of both sides. Nothing is computed here;
--- kernel/schedule.lua orders the loops, and kernel/print_*.lua print them.
+-- kernel/print/schedule.lua orders the loops, and kernel/print/*.lua print them.
 --
 -- Two operands are joined by the names of their dimensions, so q [head, dim] * k [token,
 -- dim] is [head, token, dim]. Types are f32, i32, u32, u64 and bool; a storage dtype
@@ -30,9 +30,9 @@
 --   weight    f32 [head, token]  of the key in the softmax (emit)
 -- Any other name is a field of the policy's summary. The operators + - * / ^ % work on
 -- expressions and numbers.
-local nodes = require "kvlab.kernel.node"
+local nodes = require "kvlab.kernel.expression.node"
 local options = require "kvlab.options"
-local rules = require "kvlab.kernel.rules"
+local rules = require "kvlab.kernel.expression.rules"
 local sorted = require "kvlab.sorted"
 local words = require "kvlab.words"
 
