@@ -62,6 +62,9 @@ int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
   const unsigned dtypes = 1u << view.codec | KVL__FLOAT;
   int given = kvl__vector_arg(&c, "k?", k, dtypes, shape);
   given += kvl__vector_arg(&c, "v?", v, k ? kvl__like(k) : dtypes, shape);
+  if (kvl_tensor_is_frozen(k) || kvl_tensor_is_frozen(v))
+    kvl__call_fail(&c, "%s is frozen, expected a tensor that may be written",
+                   kvl_tensor_is_frozen(k) ? "k" : "v");
   if (c.status < 0) return c.status;
   if (!given) return KVL_OK;
   struct kvl_read_blocks_args args = {.cache = view,

@@ -72,6 +72,10 @@ describe("read_blocks", function()
     end
     refuses("k is f32 [3, 2, 4, 16], expected", kv.zeros(dev, "f32", { 3, 2, 4, 16 }))
     refuses("v is i32 [2, 2, 4, 16]", nil, kv.zeros(dev, "i32", { 2, 2, 4, 16 }))
+    local frozen = kv.zeros(dev, "f32", { 2, 2, 4, 16 })
+    kv.check(kv.C.kvl_tensor_freeze(frozen, 1))
+    refuses("k is frozen, expected a tensor that may be written", frozen)
+    refuses("v is frozen, expected a tensor that may be written", nil, frozen)
     refuses("v is f32 [2, 2, 4, 16], expected bf16", kv.zeros(dev, "bf16",
       { 2, 2, 4, 16 }), kv.zeros(dev, "f32", { 2, 2, 4, 16 }))
   end)
