@@ -6,7 +6,7 @@
 #include "page.h"
 
 struct kvl_move_blocks_args {
-  struct kvl_pages src, dst; /* may differ in kv, blocks and pinned only */
+  struct kvl_pages src, dst; /* may differ in memory, blocks and pinned only */
   const int32_t *from, *to;  /* [seqs, lanes, n] */
   int64_t *moved;            /* optional */
   int64_t seqs, lanes, n;    /* lanes: 1 or kv_heads */
