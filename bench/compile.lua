@@ -68,7 +68,7 @@ local function of_hook(def, phase, place)
     local p = policy.define(whole) {}
     p.slopes = kv.full(dev, "f32", { paged.KV_HEADS, paged.GROUP }, 0.1)
     local memory = kv.cache { device = dev, layers = 1, kv_heads = paged.KV_HEADS,
-      head_dim = paged.DIM, block_size = paged.BLOCK, blocks = 8, dtype = "bf16" }
+      head_dim = paged.DIM, block_size = paged.BLOCK, blocks = 8, format = "bf16" }
     local attention = kv.attention { cache = memory, heads = paged.HEADS, max_seqs = 1,
       prefill_policy = p, decode_policy = p }
     local seq, batch = memory:sequence(), memory:batch { max_seqs = 1, max_tokens = 64 }

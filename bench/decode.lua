@@ -32,7 +32,7 @@ local function work_of(b, lens, dtype)
   if dtype == "f8e4m3" then
     w.k_scale = kv.rand(dev, "f32", { KV_HEADS }, { seed = 3, low = 0.5, high = 2 })
     w.v_scale = kv.rand(dev, "f32", { KV_HEADS }, { seed = 4, low = 0.5, high = 2 })
-    w.format = kv.format { dtype = dtype, kv_heads = KV_HEADS, block_size = BLOCK,
+    w.format = kv.format { codec = dtype, kv_heads = KV_HEADS, block_size = BLOCK,
       head_dim = paged.DIM, k_scale = w.k_scale, v_scale = w.v_scale }
   end
   function w.run() kv.ops.step.paged_attention(w) end

@@ -15,7 +15,7 @@ local SHARE = 0.1 -- of the blocks, where some are selected
 local function prepare(b, o)
   local dev, blocks = b.device, o.seqs * (math.ceil(o.len / BLOCK) + 1)
   local cache = kv.cache { device = dev, layers = 1, kv_heads = KV_HEADS, head_dim = DIM,
-    block_size = BLOCK, blocks = blocks, dtype = "bf16" }
+    block_size = BLOCK, blocks = blocks, format = "bf16" }
   cache:layer(0):copy_(kv.randn(dev, "bf16", cache:layer(0):dims(), { seed = 1 }))
   local def = { name = "bench", decode = true, select_blocks = function() end,
                 complete = false }
@@ -75,7 +75,7 @@ end
 local function prefill(b, len, p)
   local dev = b.device
   local cache = kv.cache { device = dev, layers = 1, kv_heads = KV_HEADS, head_dim = DIM,
-    block_size = BLOCK, blocks = math.ceil(len / BLOCK) + 1, dtype = "bf16" }
+    block_size = BLOCK, blocks = math.ceil(len / BLOCK) + 1, format = "bf16" }
   cache:layer(0):copy_(kv.randn(dev, "bf16", cache:layer(0):dims(), { seed = 1 }))
   local attention = kv.attention { cache = cache, heads = HEADS, decode_policy = p,
     max_seqs = 1 }

@@ -2,34 +2,53 @@
  * are printed from expressions find rows through this file.
  *
  * A page holds the keys and values of one block in one layer, as strips: one with the keys of
- * each KV head, then one with the values of each. A strip has a row for every token. In a
- * shared page a value is the first numbers of its key, so there are no strips of values.
- * Whatever moves a page as a whole sees bytes. base.h declares the structs. */
+ * each KV head, then one with the values of each. A strip has a row of numbers for every
+ * token and, if the codec packs numbers, behind all rows the scales of each. In a shared page
+ * a value is the first numbers of its key, so there are no strips of values. Whatever moves a
+ * page as a whole sees bytes. base.h declares the structs. */
 #ifndef KVL_PAGE_H
 #define KVL_PAGE_H
 
 #include "base.h"
 
-/* Bytes of a row of `dim` numbers. */
-KVL_INLINE int32_t kvl__bytes_row(int codec, int32_t dim) {
-  return codec == KVL_CODEC_F32 ? 4 * dim : codec == KVL_CODEC_F8E4M3 ? dim : 2 * dim;
+/* What a codec stores: numbers of so many bits and, if it packs them, a bf16 scale for each
+ * group of so many neighbours in a row, which they are multiplied by. */
+KVL_INLINE int kvl__bits(int codec) {
+  return codec == KVL_CODEC_F32                                 ? 32
+         : codec == KVL_CODEC_F8E4M3 || codec == KVL_CODEC_INT8 ? 8
+                                                                : 16;
+}
+KVL_INLINE int kvl__group(int codec) { return codec == KVL_CODEC_INT8 ? 64 : 0; }
+KVL_INLINE int kvl__packs(int codec) { return kvl__group(codec) > 0; }
+
+/* The strips of one format whose rows have `dim` numbers, from `begin` on. */
+KVL_INLINE kvl_strips kvl__strips_of(const kvl_format *f, int32_t dim, int64_t begin) {
+  const int bits = kvl__bits(f->codec), group = kvl__group(f->codec);
+  kvl_strips s = {0};
+  s.begin = begin, s.dim = dim, s.bytes_row = dim * bits / 8;
+  s.bytes = (int64_t)f->block_size * s.bytes_row;
+  if (group == 0) return s;
+  s.scales = (int32_t)s.bytes, s.groups = (dim + group - 1) / group;
+  s.bytes += (int64_t)f->block_size * s.groups * 2;
+  return s;
 }
 
 /* The layout of a format's pages; memory, blocks, pinned and the scales stay empty. */
 KVL_INLINE struct kvl_pages kvl__pages(const kvl_format *f) {
   struct kvl_pages p = {0};
   p.kv_heads = f->kv_heads, p.block_size = f->block_size, p.codec = f->codec;
-  p.key.dim = f->key_dim, p.value.dim = f->value_dim;
-  p.key.bytes_row = kvl__bytes_row(f->codec, f->key_dim);
-  p.key.bytes = (int64_t)f->block_size * p.key.bytes_row;
+  p.key = kvl__strips_of(f, f->key_dim, 0);
   p.bytes_page = f->kv_heads * p.key.bytes;
-  p.value.bytes_row = p.key.bytes_row, p.value.bytes = p.key.bytes;
+  p.value = p.key, p.value.dim = f->value_dim;
   if (f->is_shared) return p;
-  p.value.begin = p.bytes_page;
-  p.value.bytes_row = kvl__bytes_row(f->codec, f->value_dim);
-  p.value.bytes = (int64_t)f->block_size * p.value.bytes_row;
+  p.value = kvl__strips_of(f, f->value_dim, p.bytes_page);
   p.bytes_page += f->kv_heads * p.value.bytes;
   return p;
+}
+
+/* Bytes of one token in a strip, scales included. */
+KVL_INLINE int64_t kvl__bytes_token(const struct kvl_strips *of) {
+  return of->bytes_row + 2 * of->groups;
 }
 
 /* Bytes from the start of the memory to a strip, and to a token's row. */

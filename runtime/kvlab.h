@@ -177,6 +177,7 @@ typedef struct kvl_tensor {
 
 int kvl_dtype_bytes(int dtype);
 const char *kvl_dtype_name(int dtype); /* "bf16" */
+const char *kvl_codec_name(int codec); /* "int8" */
 
 /* Allocates an uninitialised tensor on the current stream of `dev`. The caller owns it.
  * Errors: INVALID if ndim is wrong or the shape is negative or overflows; NO_MEMORY. */
@@ -422,10 +423,11 @@ int kvl_sequence_table(const kvl_sequence *seq, int32_t *row, int width);
  * cache is one layer's KV memory, [blocks, ...], and format says what its pages are. Without
  * a format (NULL) the shape and the dtype of cache say it: f32, f16, bf16 or f8e4m3 [blocks,
  * 2, kv_heads, block_size, head_dim], K then V. head_dim, which is key_dim and value_dim of a
- * format, is a multiple of 8 (of 16 for f8e4m3) from 8 to 256. An f8e4m3 cache holds
- * k / k_scale[kv_head] and v / v_scale[kv_head]. Other caches have no scales. Summaries and
- * scores of an f8e4m3 cache are in the cache's own units: a scale > 0 does not change the
- * order of a KV head's blocks.
+ * format, is a multiple of 8 (of 16 for f8e4m3 and int8) from 8 to 256. An f8e4m3 cache holds
+ * k / k_scale[kv_head] and v / v_scale[kv_head]. Other caches have no scales by KV head.
+ * Summaries and scores of an f8e4m3 cache are in the cache's own units: a scale > 0 does not
+ * change the order of a KV head's blocks. Memory of int8 is u8 [blocks, ...]; its format must
+ * be given, and block_size is a multiple of 8.
  *
  * cache, q, k, v, out and summary begin at a multiple of 16 bytes.
  *
@@ -464,7 +466,7 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tens
 /* Reads the keys and values of some blocks out of their pages. They are in the units of the
  * cache: a format's scales by KV head are not applied.
  *  blocks  i32  [n]   physical blocks; for -1 and any other number that is no block: zeros
- *  k, v    like cache, f32, f16 or bf16  [n, kv_heads, block_size, head_dim]   one dtype;
+ *  k, v    f32 f16 bf16, or like cache  [n, kv_heads, block_size, head_dim]   one dtype;
  *               either may be NULL */
 int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
                     const kvl_tensor *blocks, const kvl_tensor *k, const kvl_tensor *v);
@@ -547,7 +549,7 @@ int kvl_merge_attention(const kvl_tensor *out_a, const kvl_tensor *lse_a,
  *  blocks   i32  [n]   physical blocks; -1 is skipped
  *  tokens   i32  [n]   valid tokens of each; 0 gives min +inf, max -inf (f8e4m3: 448, -448)
  *  rows     i32  [n]   the row of the summary for each; -1 is skipped. NULL: as blocks
- *  summary  like cache  [rows, 2, kv_heads, head_dim] */
+ *  summary  like cache; of int8 f32, f16 or bf16  [rows, 2, kv_heads, head_dim] */
 int kvl_block_minmax(const kvl_tensor *cache, const kvl_format *format,
                      const kvl_tensor *blocks, const kvl_tensor *tokens,
                      const kvl_tensor *rows, const kvl_tensor *summary);

@@ -78,13 +78,13 @@ end
 
 --- Scales of an f8e4m3 cache, another one for each layer and KV head; nil for others.
 local function scales(dev, o, seed)
-  if o.kv_dtype ~= "f8e4m3" then return nil end
+  if o.format ~= "f8e4m3" then return nil end
   return kv.rand(dev, "f32", { SHAPE.layers, SHAPE.kv_heads }, { seed = seed }) + 0.5
 end
 
 --- o.policy: its name, or a policy that is open. o.offload: KV in host memory, with these
 -- options of the engine. o.prefill_policy: an opened policy for prefill (full). o.dtype:
--- of q, k and v (f32); o.kv_dtype: of the cache (the same). o.window, o.soft_cap,
+-- of q, k and v (f32); o.format: of the cache (the same). o.window, o.soft_cap,
 -- o.alibi: of the attention. o.steady: so many positions in a row have one query (1).
 -- o.scoped: every step in a kv.scope of its own (which frees what it selected); run the
 -- same without it first, that draws the tokens. o.heads: query heads (8).
@@ -96,7 +96,7 @@ function M.new(dev, o)
     offload = { max_seqs = 8 }
     for key, value in pairs(o.offload) do offload[key] = value end
   end
-  rig.cache = kv.cache { device = dev, dtype = o.kv_dtype or rig.dtype,
+  rig.cache = kv.cache { device = dev, format = o.format or rig.dtype,
     layers = SHAPE.layers, blocks = o.blocks or SHAPE.blocks,
     block_size = o.block_size or SHAPE.block_size, kv_heads = SHAPE.kv_heads,
     head_dim = SHAPE.head_dim, offload = offload,

@@ -66,7 +66,7 @@ local function open(dev, o, is_plain)
   model.attention_options = { soft_cap = o.soft_cap, window = o.window,
     alibi = o.has_alibi and model.attention_options.alibi or nil }
   local e = model:engine { blocks = 4 * o.max_blocks, block_size = o.block_size,
-    chunk = 64, max_seqs = 3, max_blocks = o.max_blocks, cache_dtype = o.dtype,
+    chunk = 64, max_seqs = 3, max_blocks = o.max_blocks, format = o.dtype,
     policy = new_policy(o.policy),
     prefill_policy = o.prefill_policy and kv.policy(o.prefill_policy),
     graph = o.graph and not is_plain, offload = not is_plain and o.offload or nil }

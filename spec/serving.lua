@@ -50,7 +50,7 @@ end
 
 --- What a store has of a round: the numbers of a block by request, block and layer.
 function M.contents(round, store, outputs)
-  local cache = kv.cache { device = "cpu", dtype = "f32", layers = 2, blocks = 1,
+  local cache = kv.cache { device = "cpu", format = "f32", layers = 2, blocks = 1,
     block_size = M.BLOCK, kv_heads = 2, head_dim = 16 }
   local found = {}
   for i, one in ipairs(M.requests(round)) do

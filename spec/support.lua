@@ -264,10 +264,30 @@ function M.scales(n, seed)
   return kv.from(kv.device "cpu", "f32", { n }, list):list()
 end
 
+--- Pages of int8 that hold `values`, f32 [blocks, 2, kv_heads, block_size, head_dim]: the
+-- memory, its format, and what it holds as a tensor like values.
+function M.int8_pages(values)
+  local dev, dims = values.device, values:dims()
+  local blocks, _, heads, size, dim = unpack(dims)
+  local format = kv.format { codec = "int8", kv_heads = heads, block_size = size,
+                             head_dim = dim }
+  local memory = kv.zeros(dev, "u8", { blocks,
+    tonumber(kv.C.kvl_format_bytes_page(format)) })
+  local halves = values:transpose(0, 1)
+  local function rows(half) -- as tokens
+    return halves:index(half):transpose(1, 2):reshape { blocks * size, heads, dim }
+  end
+  kv.ops.append_kv(rows(0), rows(1), kv.arange(dev, "i64", blocks * size), memory, format)
+  local held = kv.tensor(dev, "f32", halves:dims())
+  kv.ops.read_blocks(memory, kv.arange(dev, "i32", blocks), held:index(0), held:index(1),
+    format)
+  return memory, format, held:transpose(0, 1)
+end
+
 --- The format of pages like `cache`, [blocks, 2, kv_heads, block_size, head_dim], with
 -- these scales.
 function M.format_of(cache, k_scale, v_scale)
-  return kv.format { dtype = cache:type(), kv_heads = cache:size(2),
+  return kv.format { codec = cache:type(), kv_heads = cache:size(2),
     block_size = cache:size(3), head_dim = cache:size(4), k_scale = k_scale,
     v_scale = v_scale }
 end
@@ -275,7 +295,7 @@ end
 --- The same as cache.format is: of every layer.
 function M.formats_of(cache, k_scale, v_scale)
   local one = M.format_of(cache, k_scale, v_scale)
-  return { of = function() return one end,
+  return { name = cache:type(), dtype = cache:type(), of = function() return one end,
            scales = function() return k_scale, v_scale end }
 end
 

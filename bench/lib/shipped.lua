@@ -23,7 +23,7 @@ function M.rig(dev, o)
   for _, length in ipairs(o.lens) do
     blocks, tokens = blocks + math.ceil(length / o.block_size), tokens + length
   end
-  local cache = kv.cache { device = dev, dtype = o.dtype, layers = 1, blocks = blocks,
+  local cache = kv.cache { device = dev, format = o.dtype, layers = 1, blocks = blocks,
     block_size = o.block_size, kv_heads = o.kv_heads, head_dim = o.head_dim }
   local memory = cache:layer(0)
   for block = 0, blocks - 1, 256 do

@@ -17,8 +17,9 @@ struct kvl_block_minmax_args {
   struct kvl_pages cache;
   const int32_t *blocks, *tokens;
   const int32_t *rows; /* of the summary; NULL: blocks */
-  void *summary;       /* cache's dtype */
+  void *summary;
   int64_t n, summary_rows;
+  int32_t summary_dtype; /* the cache's; of a codec that packs numbers any float */
 };
 struct kvl_block_mean_args {
   struct kvl_pages cache;

@@ -10,6 +10,7 @@
 
 #include "cpu/lanes.h"
 #include "cpu/split.h"
+#include "cpu/strip.h"
 #include "page.h"
 
 typedef uint32_t vu __attribute__((vector_size(VF * 4), aligned(VF * 4)));

@@ -36,7 +36,7 @@ static inline void kvl__link_bytes(void *queue, int direction, int64_t bytes) {
 }
 
 /* Runs `call` with `D` bound to a float dtype as a constant; there is one copy of it per
- * dtype. KVL_BY_CODEC does so for every codec that KV memory may have. */
+ * dtype. KVL_BY_STORED knows f8e4m3, too. */
 #define KVL_BY_FLOAT(dtype, call)        \
   switch (dtype) {                       \
     case KVL_DTYPE_F32: {                \
@@ -53,13 +53,13 @@ static inline void kvl__link_bytes(void *queue, int direction, int64_t bytes) {
     } break;                             \
     default: return KVL_ERR_UNSUPPORTED; \
   }
-#define KVL_BY_CODEC(codec, call)      \
-  switch (codec) {                     \
-    case KVL_CODEC_F8E4M3: {           \
-      enum { D = KVL_CODEC_F8E4M3 };   \
+#define KVL_BY_STORED(dtype, call)     \
+  switch (dtype) {                     \
+    case KVL_DTYPE_F8E4M3: {           \
+      enum { D = KVL_DTYPE_F8E4M3 };   \
       call;                            \
     } break;                           \
-    default: KVL_BY_FLOAT(codec, call) \
+    default: KVL_BY_FLOAT(dtype, call) \
   }
 
 /* ---- vectors: VF floats ------------------------------------------------------------- */

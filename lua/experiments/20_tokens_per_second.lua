@@ -91,7 +91,7 @@ local function open_sitting(keys)
   local self = setmetatable({ model = model, context = context, seqs = {},
     engine = model:engine { graph = true, max_seqs = count, block_size = keys.block_size,
       chunk = math.min(context, 4096), blocks = count * blocks, max_blocks = blocks,
-      cache_dtype = keys.cache, offload = offload } }, Sitting)
+      format = keys.cache, offload = offload } }, Sitting)
   for i = 1, count do
     local tokens, seq = {}, self.engine:sequence()
     for t = 1, context do tokens[t] = (t * 7919 + i * 104729) % model.config.vocab end

@@ -68,7 +68,7 @@ local OPTIONS = {
   policy = POLICY, prefill_policy = POLICY, blocks = options.count,
   block_size = options.count, max_seqs = options.count, chunk = options.count,
   max_blocks = options.count, offload = OFFLOAD, graph = options.boolean,
-  cache_dtype = options.one_of("f32", "f16", "bf16", "f8e4m3"),
+  format = options.one_of("f32", "f16", "bf16", "f8e4m3", "int8"),
 }
 local SIZES = { "layers", "heads", "kv_heads", "head_dim", "hidden", "vocab" }
 local FUNCTIONS = { "buffers", "views", "embed", "forward_layer", "states", "logits" }
@@ -110,7 +110,7 @@ end
 ---@param o? table  policy: selects in decode (full), prefill_policy: in prefill (full);
 --                  blocks of the cache (1024), block_size in tokens (16), max_seqs: most
 --                  sequences of a step (16), chunk: most tokens of a prefill step (512),
---                  max_blocks of one sequence (all), cache_dtype (the model's), offload:
+--                  max_blocks of one sequence (all), format of a page (the model's dtype), offload:
 --                  keeps KV in host memory, with these options of kv.cache's offload,
 --                  graph: records decode steps once and replays them (false)
 ---@return models.Engine
@@ -125,7 +125,7 @@ function M.new(model, o)
   }, Engine)
   local rows = math.max(self.chunk, self.max_seqs)
   self.cache = kv.cache {
-    device = device, dtype = o.cache_dtype or dtype, layers = c.layers,
+    device = device, format = o.format or dtype, layers = c.layers,
     blocks = o.blocks or 1024, block_size = o.block_size or 16, kv_heads = c.kv_heads,
     head_dim = c.head_dim, offload = o.offload
       and merged({ max_seqs = self.max_seqs, max_tokens = rows }, o.offload) or nil,

@@ -54,7 +54,7 @@ function M.new(o)
   end
   self.to_vocab = linear(dev, o.vocab_size, dim, seeds.derive(seed, 5))
   self.cache = kv.cache {
-    device = dev, dtype = "f32", layers = 1, blocks = o.blocks or 16,
+    device = dev, format = "f32", layers = 1, blocks = o.blocks or 16,
     block_size = o.block_size or 16, kv_heads = self.heads, head_dim = self.head_dim,
   }
   self.attention = kv.attention { cache = self.cache, heads = self.heads }

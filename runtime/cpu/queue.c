@@ -21,7 +21,7 @@
 
 /* ---- jobs -------------------------------------------------------------------------- */
 
-enum { JOBS = KVL__ROOM(256, 2), JOB_BYTES = 512 };
+enum { JOBS = KVL__ROOM(256, 2), JOB_BYTES = 576 };
 
 #define X(op) _Static_assert(sizeof(struct kvl_##op##_args) <= JOB_BYTES, #op);
 KVL_OPS(X)

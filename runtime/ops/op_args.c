@@ -2,7 +2,21 @@
 #include "ops/op_args.h"
 
 unsigned kvl__rows_of(int codec) {
-  return codec == KVL_CODEC_F8E4M3 ? KVL__FLOAT : 1u << codec | KVL__F32;
+  return kvl__bits(codec) == 8 ? KVL__FLOAT : 1u << codec | KVL__F32;
+}
+
+unsigned kvl__read_of(int codec) {
+  return kvl__packs(codec) ? KVL__FLOAT : 1u << codec | KVL__FLOAT;
+}
+
+static unsigned memory_of(int codec) { return kvl__packs(codec) ? KVL__U8 : 1u << codec; }
+
+const char *kvl_codec_name(int codec) {
+  return codec == KVL_CODEC_INT8 ? "int8" : kvl_dtype_name(codec);
+}
+
+static int is_codec(int codec) {
+  return (codec >= 0 && codec <= KVL_CODEC_F8E4M3) || codec == KVL_CODEC_INT8;
 }
 
 void kvl__expect_head_dim(struct kvl__call *c) {
@@ -23,8 +37,9 @@ static kvl_format format_of(const kvl_tensor *memory) {
 }
 
 static void expect_format(struct kvl__call *c, const char *name, const kvl_format *f) {
-  if (f->codec < 0 || f->codec > KVL_CODEC_F8E4M3)
-    kvl__call_fail(c, "%s has codec %d, expected 0 ... %d", name, f->codec, KVL_CODEC_F8E4M3);
+  if (!is_codec(f->codec))
+    kvl__call_fail(c, "%s has codec %d, expected 0 ... %d or %d", name, f->codec,
+                   KVL_CODEC_F8E4M3, KVL_CODEC_INT8);
   if (f->kv_heads < 0)
     kvl__call_fail(c, "%s has %d kv_heads, expected 0 or more", name, f->kv_heads);
   if (f->block_size < 1 || f->block_size > 4096)
@@ -32,9 +47,12 @@ static void expect_format(struct kvl__call *c, const char *name, const kvl_forma
   if (f->value_dim != f->key_dim || f->is_shared)
     kvl__call_fail(c, "%s has keys of %d numbers and %s of %d, expected values like keys",
                    name, f->key_dim, f->is_shared ? "shared values" : "values", f->value_dim);
-  if (c->status >= 0 && f->codec == KVL_CODEC_F8E4M3 && f->key_dim % 16)
-    kvl__call_fail(c, "head_dim is %d, expected a multiple of 16 for an f8e4m3 %s",
-                   f->key_dim, name);
+  if (c->status >= 0 && kvl__bits(f->codec) == 8 && f->key_dim % 16)
+    kvl__call_fail(c, "head_dim is %d, expected a multiple of 16 for an %s %s", f->key_dim,
+                   kvl_codec_name(f->codec), name);
+  if (c->status >= 0 && kvl__packs(f->codec) && f->block_size % 8)
+    kvl__call_fail(c, "block_size is %d, expected a multiple of 8 for an %s %s",
+                   f->block_size, kvl_codec_name(f->codec), name);
 }
 
 /* Checks the scales of a format and sets them in a view of its pages. */
@@ -43,7 +61,7 @@ static void scale_args(struct kvl__call *c, struct kvl_pages *view, const kvl_fo
   given += kvl__arg(c, "v_scale?", f->v_scale, KVL__F32, "kv_heads");
   if (given && f->codec != KVL_CODEC_F8E4M3)
     kvl__call_fail(c, "%s_scale is given for a cache of %s, expected f8e4m3",
-                   f->k_scale ? "k" : "v", kvl_dtype_name(f->codec));
+                   f->k_scale ? "k" : "v", kvl_codec_name(f->codec));
   if (c->status < 0) return;
   if (f->k_scale) view->k_scale = f->k_scale->ptr;
   if (f->v_scale) view->v_scale = f->v_scale->ptr;
@@ -61,7 +79,7 @@ int64_t kvl_format_bytes_page(const kvl_format *format) {
 /* Checks memory of pages that a format describes. Its first dim is blocks. */
 static void expect_memory(struct kvl__call *c, const char *name, const kvl_tensor *memory,
                           const kvl_format *f, const char *blocks) {
-  if (!kvl__vector_arg(c, name, memory, 1u << f->codec, "...")) return;
+  if (!kvl__vector_arg(c, name, memory, memory_of(f->codec), "...")) return;
   if (memory->ndim < 1) kvl__call_fail(c, "%s has no dims, expected blocks", name);
   kvl__bind(c, name, blocks, memory->shape[0]);
   kvl__bind(c, name, "kv_heads", f->kv_heads);
@@ -88,6 +106,10 @@ struct kvl_pages kvl__pages_arg(struct kvl__call *c, const char *name,
     expect_format(c, name, format);
   }
   kvl__expect_head_dim(c);
+  if (c->status >= 0 && kvl__packs(format->codec) && !kvl_device_is_cpu(memory->device))
+    kvl__call_fail(c,
+                   "%s has %s pages on %s, expected the CPU: no kernel of a GPU knows them",
+                   name, kvl_codec_name(format->codec), kvl_device_name(memory->device));
   if (c->status < 0) return view;
   view = kvl__pages(format);
   view.memory = memory->ptr;
@@ -100,8 +122,8 @@ struct kvl_pages kvl__pages_arg(struct kvl__call *c, const char *name,
 void kvl__expect_same_pages(struct kvl__call *c, const char *name, const struct kvl_pages *p,
                             const struct kvl_pages *other) {
   if (p->codec != other->codec)
-    kvl__call_fail(c, "%s is %s, expected %s", name, kvl_dtype_name(p->codec),
-                   kvl_dtype_name(other->codec));
+    kvl__call_fail(c, "%s is %s, expected %s", name, kvl_codec_name(p->codec),
+                   kvl_codec_name(other->codec));
 }
 
 void kvl__expect_groups(struct kvl__call *c) {

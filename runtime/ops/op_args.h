@@ -21,6 +21,9 @@ void kvl__expect_budget(struct kvl__call *c, const kvl_budget *budget);
 /* The dtypes that rows for pages and queries that read them may have: the codec's own and
  * f32, or f32, f16 and bf16 if the codec is no dtype of rows. */
 unsigned kvl__rows_of(int codec);
+/* The dtypes that keys and values may have when an op reads them as they are stored: the
+ * codec's own, if rows may have it, and f32, f16 and bf16. */
+unsigned kvl__read_of(int codec);
 /* Expects a head_dim that the kernels support. */
 void kvl__expect_head_dim(struct kvl__call *c);
 

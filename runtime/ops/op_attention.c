@@ -59,7 +59,7 @@ int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
   struct kvl__call c = {.op = "read_blocks"};
   struct kvl_pages view = cache_arg(&c, cache, format);
   kvl__arg(&c, "blocks", blocks, KVL__I32, "n");
-  const unsigned dtypes = 1u << view.codec | KVL__FLOAT;
+  const unsigned dtypes = kvl__read_of(view.codec);
   int given = kvl__vector_arg(&c, "k?", k, dtypes, shape);
   given += kvl__vector_arg(&c, "v?", v, k ? kvl__like(k) : dtypes, shape);
   if (kvl_tensor_is_frozen(k) || kvl_tensor_is_frozen(v))
@@ -211,12 +211,13 @@ int kvl_block_minmax(const kvl_tensor *cache, const kvl_format *format,
   kvl__arg(&c, "blocks", blocks, KVL__I32, "n");
   kvl__arg(&c, "tokens", tokens, KVL__I32, "n");
   kvl__arg(&c, "rows?", rows, KVL__I32, "n");
-  kvl__vector_arg(&c, "summary", summary, 1u << view.codec,
+  kvl__vector_arg(&c, "summary", summary,
+                  kvl__packs(view.codec) ? KVL__FLOAT : 1u << view.codec,
                   "summary_rows 2 kv_heads head_dim");
   if (c.status < 0) return c.status;
   struct kvl_block_minmax_args args = {
-      view,         blocks->ptr,   tokens->ptr,      rows ? rows->ptr : NULL,
-      summary->ptr, blocks->count, summary->shape[0]};
+      view,         blocks->ptr,   tokens->ptr,       rows ? rows->ptr : NULL,
+      summary->ptr, blocks->count, summary->shape[0], summary->dtype};
   return KVL__LAUNCH(&c, block_minmax, args);
 }
 

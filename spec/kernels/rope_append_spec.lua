@@ -112,7 +112,7 @@ end)
 -- rotated by the attention or before it.
 local function attend(dev, rotates, offload)
   local heads, kv_heads, dim = 4, 2, 16
-  local cache = kv.cache { device = dev, dtype = "f32", layers = 1, blocks = 16,
+  local cache = kv.cache { device = dev, format = "f32", layers = 1, blocks = 16,
     block_size = 4, kv_heads = kv_heads, head_dim = dim, offload = offload }
   local inv_freq = kv.from(dev, "f32", { 4 }, { 1, 0.5, 0.1, 0.01 })
   local attention = kv.attention { cache = cache, heads = heads, max_seqs = 1,

@@ -18,7 +18,7 @@ end
 
 support.each_device(function(dev)
   local function open(offload)
-    return kv.cache { device = dev, dtype = "f32", layers = 2, blocks = 8,
+    return kv.cache { device = dev, format = "f32", layers = 2, blocks = 8,
       block_size = 16, kv_heads = 2, head_dim = 64, offload = offload }
   end
 

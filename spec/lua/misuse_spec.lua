@@ -71,7 +71,7 @@ end)
 support.each_device(function(dev)
   describe("misuse of offload on " .. dev:name(), function()
     local function open(offload, dtype)
-      return kv.cache { device = dev, dtype = dtype or "f32", layers = 2, blocks = 8,
+      return kv.cache { device = dev, format = dtype or "f32", layers = 2, blocks = 8,
         block_size = 4, kv_heads = 2, head_dim = 8, offload = offload }
     end
 

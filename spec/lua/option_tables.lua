@@ -52,7 +52,7 @@ M["kv.ops.token_attention"] = {
 }
 M["kv.format"] = {
   good = function()
-    return { dtype = "f8e4m3", kv_heads = 2, block_size = 4, head_dim = 16,
+    return { codec = "f8e4m3", kv_heads = 2, block_size = 4, head_dim = 16,
              k_scale = kv.ones("cpu", "f32", { 2 }) }
   end,
   call = function(o) kv.format(o) end,
@@ -566,7 +566,7 @@ M["engine.new"] = { -- called as model:engine
   good = function()
     return { policy = kv.policy "quest", prefill_policy = kv.policy "full", blocks = 8,
              block_size = 16, max_seqs = 2, chunk = 32, max_blocks = 4,
-             cache_dtype = "bf16", graph = false }
+             format = "bf16", graph = false }
   end,
   call = function(o) model():engine(o) end,
 }

@@ -207,8 +207,8 @@ describe("options of an engine", function()
     assert.matches("chunk is 0, expected", message { chunk = 0 })
     assert.matches("offload is true, expected a table", message { offload = true })
     assert.matches("graph is 1, expected true or false", message { graph = 1 })
-    assert.matches('cache_dtype is "i32", expected one of',
-      message { cache_dtype = "i32" })
+    assert.matches('format is "i32", expected one of',
+      message { format = "i32" })
     assert.matches("options are 3, expected a table", message(3))
   end)
 end)

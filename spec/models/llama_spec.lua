@@ -155,7 +155,7 @@ describe("a model with windows", function()
 
   it("has one for every layer", function()
     local cache = kv.cache { device = "cpu", layers = 2, blocks = 4, kv_heads = 1,
-                             head_dim = 16, block_size = 8, dtype = "f32" }
+                             head_dim = 16, block_size = 8, format = "f32" }
     support.raises("attention: window has 3 entries, expected one for each of 2 layers",
       kv.attention, { cache = cache, heads = 1, window = { 1, 2, 3 } })
   end)

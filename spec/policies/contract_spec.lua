@@ -78,7 +78,7 @@ local function prefill_contract(name, dev)
       return selection, counts
     end
     return rig.prefill(dev, { length = 200, chunk = o.chunk, prefill_policy = policy,
-                              dtype = o.dtype, kv_dtype = o.kv_dtype }), rows, policy
+                              dtype = o.dtype, format = o.format }), rows, policy
   end
 
   --- Dense prefill; of a policy whose output never is that of dense attention, its own at
@@ -86,7 +86,7 @@ local function prefill_contract(name, dev)
   local function whole(o)
     o.length = 200
     if kv.policy(name).complete ~= false then return rig.prefill(dev, o) end
-    return (run { ratio = 1, chunk = 200, dtype = o.dtype, kv_dtype = o.kv_dtype })
+    return (run { ratio = 1, chunk = 200, dtype = o.dtype, format = o.format })
   end
 
   it("selects in range, ascending, within the budget, with the chunk's own blocks",
@@ -140,9 +140,9 @@ local function prefill_contract(name, dev)
   end)
 
   it("works over an f8e4m3 cache", function()
-    local dense = whole { kv_dtype = "f8e4m3" }
-    support.close((run { ratio = 1, chunk = 64, kv_dtype = "f8e4m3" }), dense, 3e-6, 3e-6)
-    run { ratio = 0.3, chunk = 64, kv_dtype = "f8e4m3", dtype = "bf16" }
+    local dense = whole { format = "f8e4m3" }
+    support.close((run { ratio = 1, chunk = 64, format = "f8e4m3" }), dense, 3e-6, 3e-6)
+    run { ratio = 0.3, chunk = 64, format = "f8e4m3", dtype = "bf16" }
   end)
 end
 
@@ -272,7 +272,7 @@ local function contract(name, dev)
   it("works over an f8e4m3 cache", function()
     local function steps(policy, o)
       return rig.decode(dev, { policy = policy, options = o, steps = 2,
-                               lengths = { 100, 33 }, kv_dtype = "f8e4m3" }).steps
+                               lengths = { 100, 33 }, format = "f8e4m3" }).steps
     end
     local dense, all = steps("full"), everything(name, { ratio = 1 })
     for i, step in ipairs(all and steps(name, all) or {}) do

@@ -13,7 +13,7 @@ describe("sampling", function()
   --- A context over one sequence of BLOCKS blocks, and chances of them.
   local function prepare()
     local cache = kv.cache { device = cpu, layers = 1, blocks = 64, block_size = 4,
-                             kv_heads = HEADS, head_dim = 8, dtype = "f32" }
+                             kv_heads = HEADS, head_dim = 8, format = "f32" }
     local attention = kv.attention { cache = cache, heads = HEADS }
     local seq = cache:sequence()
     attention:begin(cache:batch():append({ seq }, { BLOCKS * 4 - 1 }), true)
@@ -91,7 +91,7 @@ describe("centred hashes", function()
   -- `cut` chunks to `length` tokens, and goes on with other tokens, if asked.
   local function feed(k, chunks, cut, length)
     local cache = kv.cache { device = cpu, layers = 1, blocks = 32, block_size = SIZE,
-                             kv_heads = HEADS, head_dim = DIM, dtype = "f32" }
+                             kv_heads = HEADS, head_dim = DIM, format = "f32" }
     local policy = kv.policy("magicpig", { code = BITS })
     local attention = kv.attention { cache = cache, heads = HEADS,
                                      decode_policy = policy }

@@ -96,10 +96,10 @@ describe("nsa by tokens", function()
 
     it("works in every dtype and over an f8e4m3 cache", function()
       for _, c in ipairs { { dtype = "f16" }, { dtype = "bf16" },
-                           { kv_dtype = "f8e4m3" } } do
+                           { format = "f8e4m3" } } do
         c.lengths = { 100, 33 }
         local dense = decode(dev, {}, { policy = "full", options = {}, dtype = c.dtype,
-          kv_dtype = c.kv_dtype, lengths = c.lengths })
+          format = c.format, lengths = c.lengths })
         same(decode(dev, { ratio = 1 }, c), dense, c.dtype and 1e-2)
         decode(dev, { ratio = 0.3 }, c)
       end
@@ -184,9 +184,9 @@ describe("nsa by tokens", function()
   end)
 
   it("finds more of the attention by the model's keys than by chance", function()
-    local function mass(o, kv_dtype)
+    local function mass(o, format)
       local its = rig.new(cpu, { policy = "nsa", options = options(o),
-                                 kv_dtype = kv_dtype })
+                                 format = format })
       local probe = kv.probe(its.attention)
       rig.play(cpu, { rig = its }, { { "prefill", 1, 300 }, { "decode", 1 },
         { "decode", 1 } })

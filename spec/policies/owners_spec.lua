@@ -6,7 +6,7 @@ local kv = require "kvlab"
 local function decode(def)
   def.name, def.decode, def.prefill = "two", true, false
   def.defaults = { blocks = 4 }
-  local cache = kv.cache { device = "cpu", dtype = "f32", layers = 2, blocks = 32,
+  local cache = kv.cache { device = "cpu", format = "f32", layers = 2, blocks = 32,
     block_size = 4, kv_heads = 2, head_dim = 8 }
   local attention = kv.attention { cache = cache, heads = 4, max_seqs = 2,
     decode_policy = kv.policy.define(def)() }

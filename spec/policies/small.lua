@@ -11,7 +11,7 @@ M.SHAPE = { heads = 4, kv_heads = 2, head_dim = 8, block_size = 4 }
 -- last step out (a flat list) and selection (nil: all).
 function M.play(policy, chunks, steps)
   local s, dev = M.SHAPE, kv.device "cpu"
-  local cache = kv.cache { device = dev, layers = 1, blocks = 32, dtype = "f32",
+  local cache = kv.cache { device = dev, layers = 1, blocks = 32, format = "f32",
     block_size = s.block_size, kv_heads = s.kv_heads, head_dim = s.head_dim }
   local attention = kv.attention { cache = cache, heads = s.heads,
                                    decode_policy = policy }

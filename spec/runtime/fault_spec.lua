@@ -136,7 +136,7 @@ describe("a failed allocation", function()
   end)
 
   it_leaves_nothing("of a trace leaves a ring without one", function()
-    local cache = kv.cache { device = dev, dtype = "f32", layers = 1, blocks = 4,
+    local cache = kv.cache { device = dev, format = "f32", layers = 1, blocks = 4,
       block_size = 4, kv_heads = 1, head_dim = 8,
       offload = { slots = 2, slot_blocks = 1, max_seqs = 1 } }
     cache:layer(0):fill_(7)

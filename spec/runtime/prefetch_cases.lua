@@ -44,7 +44,7 @@ function M.fill(store, dtype, blocks, lacks, layers)
 end
 
 function M.new_cache(dev, dtype, offload)
-  local cache = kv.cache { device = dev, layers = LAYERS, blocks = BLOCKS, dtype = dtype,
+  local cache = kv.cache { device = dev, layers = LAYERS, blocks = BLOCKS, format = dtype,
     kv_heads = HEADS, block_size = SIZE, head_dim = DIM,
     offload = offload and { slots = 1, slot_blocks = 1, max_seqs = 1, max_tokens = 4,
                             hot_slots = 4 } }

@@ -8,7 +8,7 @@ local raises = support.raises
 local LAYERS, BLOCKS, SIZE, HEADS, DIM = 2, 40, 16, 2, 32
 
 local function new_cache(dev, offload)
-  local cache = kv.cache { device = dev, dtype = "f32", layers = LAYERS, blocks = BLOCKS,
+  local cache = kv.cache { device = dev, format = "f32", layers = LAYERS, blocks = BLOCKS,
     block_size = SIZE, kv_heads = HEADS, head_dim = DIM, offload = offload }
   for layer = 0, LAYERS - 1 do
     kv.check(kv.C.kvl_random(cache:layer(layer), kv.C.KVL_RANDOM_NORMAL, 0, 1,

@@ -9,7 +9,7 @@ local kv = require "kvlab"
 local path = kv.command_line.set.path
 local store = kv.store("lmdb:" .. path, { block_size = 4, model = "m" })
 local cache = kv.cache { device = "cpu", layers = 1, blocks = 64, kv_heads = 2,
-                         block_size = 4, head_dim = 64, dtype = "f32" }
+                         block_size = 4, head_dim = 64, format = "f32" }
 local tokens = {}
 for i = 1, 256 do tokens[i] = i end
 local keys, n = store:keys(tokens)

@@ -5,7 +5,7 @@
 #define KVL_CPU_APPEND_H
 
 #include "cpu/split.h"
-#include "cpu/vec.h"
+#include "cpu/strip.h"
 
 struct append {
   struct kvl_pages to;
@@ -34,18 +34,29 @@ static inline KVL_HOT void convert_row(const void *from, void *to, int dim, floa
   }
 }
 
-static inline KVL_HOT int append_row(const void *from, void *to, int dim, float scale,
-                                     int dtype, const int to_dtype) {
-  if (dtype == to_dtype) memcpy(to, from, (size_t)dim * kvl__float_bytes(to_dtype));
-  else if (to_dtype == KVL_DTYPE_F8E4M3)
-    KVL_BY_FLOAT(dtype, convert_row(from, to, dim, scale, D, to_dtype))
-  else convert_row(from, to, dim, 1, KVL_DTYPE_F32, to_dtype);
+/* Writes a token's row of dtype `dtype` into a strip, times 1 / scale. */
+static inline KVL_HOT int append_row(const void *from, const struct kvl_strips *of,
+                                     char *strip, int64_t token, float scale, int dtype,
+                                     const int codec) {
+  const int dim = of->dim;
+  char *to = strip + token * of->bytes_row;
+  if (kvl__packs(codec)) {
+    float x[256 + VF];
+    KVL_BY_FLOAT(dtype, convert_row(from, x, dim, 1, D, KVL_DTYPE_F32))
+    pack_row(x, dim, codec, to, strip + of->scales + token * 2 * of->groups);
+  } else if (dtype == codec) {
+    memcpy(to, from, (size_t)dim * kvl__float_bytes(codec));
+  } else if (codec == KVL_DTYPE_F8E4M3) {
+    KVL_BY_FLOAT(dtype, convert_row(from, to, dim, scale, D, codec))
+  } else {
+    convert_row(from, to, dim, 1, KVL_DTYPE_F32, codec);
+  }
   return 0;
 }
 
 /* Pieces are (half, KV head). */
 static inline KVL_HOT int append(const struct append *a, int64_t begin, int64_t end,
-                                 const int to_dtype) {
+                                 const int codec) {
   const struct kvl_pages *to = &a->to;
   for (int64_t piece = begin; piece < end; piece++) {
     const int is_key = piece < to->kv_heads;
@@ -55,11 +66,11 @@ static inline KVL_HOT int append(const struct append *a, int64_t begin, int64_t 
     for (int64_t t = 0; t < a->tokens; t++) {
       int64_t block = append_block(a, head, t);
       if (block < 0) continue;
-      int64_t row = kvl__row_at(to, strips, block, head, a->places[t] % to->block_size);
+      char *strip = (char *)to->memory + kvl__strip_at(to, strips, block, head);
       const void *from = at_const(is_key ? a->k : a->v,
                                   (t * to->kv_heads + head) * strips->dim, a->dtype);
-      int status = append_row(from, (char *)to->memory + row, strips->dim,
-                              scales ? scales[head] : 1, a->dtype, to_dtype);
+      int status = append_row(from, strips, strip, a->places[t] % to->block_size,
+                              scales ? scales[head] : 1, a->dtype, codec);
       if (status < 0) return status;
     }
   }
@@ -80,7 +91,7 @@ static inline int append_run(const struct append *a, void *queue) {
     for (int64_t head = 0; head < to->kv_heads; head++)
       for (int64_t t = 0; t < a->tokens; t++) rows += append_block(a, head, t) >= 0;
     kvl__link_bytes(queue, KVL_LINK_TO_HOST,
-                    rows * (to->key.bytes_row + to->value.bytes_row));
+                    rows * (kvl__bytes_token(&to->key) + kvl__bytes_token(&to->value)));
   }
   return kvl__split(2 * to->kv_heads, kvl__grain_rows(a->tokens * to->key.dim), append_piece,
                     a);

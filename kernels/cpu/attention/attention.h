@@ -10,6 +10,7 @@
 #include "args/attention.h"
 #include "cpu/dots.h"
 #include "cpu/lanes.h"
+#include "cpu/strip.h"
 #include "hook.h"
 
 /* A tile has enough keys to pay for the rescaling of the softmax, and so few that their K and
@@ -48,10 +49,11 @@ static inline int64_t task_head(const struct task *t, int i) {
 
 /* ---- keys ------------------------------------------------------------------------- */
 
-/* The addresses of some valid keys, of one block or of several. The V of a key lies
- * key_walk's `value` bytes after its K. */
+/* The addresses of some valid keys, of one block or of several, and of their scales if the
+ * codec packs numbers. The V of a key, and its scales, lie key_walk's `value` bytes after
+ * those of its K. */
 struct key_tile {
-  const char *k[TILE_KEYS];
+  const char *k[TILE_KEYS], *scales[TILE_KEYS];
   int32_t position[TILE_KEYS];
   int n;
 };
@@ -62,11 +64,12 @@ struct key_walk {
   const int32_t *slots;  /* blocks, one per entry of selection; NULL: as in table */
   const int32_t *tokens; /* places of single tokens; NULL: walk over blocks */
   int64_t blocks, bytes_block, bytes_token, value;
-  int64_t entry, entry_end; /* index into the selection, or logical block */
-  int64_t start, end;       /* positions of keys that some row may see */
-  int64_t position;         /* of the next token of the open block */
-  int64_t left;             /* tokens of the open block still to come */
-  const char *next;
+  int64_t scales, bytes_scales; /* from a strip to its scales; of a token, or 0 */
+  int64_t entry, entry_end;     /* index into the selection, or logical block */
+  int64_t start, end;           /* positions of keys that some row may see */
+  int64_t position;             /* of the next token of the open block */
+  int64_t left;                 /* tokens of the open block still to come */
+  const char *next, *next_scales;
   int32_t block_size;
 };
 
@@ -81,7 +84,9 @@ static inline int walk_block(struct key_walk *w) {
     int64_t block = w->slots ? w->slots[entry] : w->table[logical];
     if (block < 0 || block >= w->blocks) continue;
     w->position = begin > w->start ? begin : w->start;
-    w->next = w->cache + block * w->bytes_block + (w->position - begin) * w->bytes_token;
+    const char *strip = w->cache + block * w->bytes_block;
+    w->next = strip + (w->position - begin) * w->bytes_token;
+    w->next_scales = strip + w->scales + (w->position - begin) * w->bytes_scales;
     w->left = (end < w->end ? end : w->end) - w->position;
   }
   return w->left > 0;
@@ -93,7 +98,9 @@ static inline void walk_tokens(struct key_walk *w, struct key_tile *tile) {
   for (; n < TILE_KEYS && w->entry < w->entry_end; w->entry++) {
     int64_t place = w->tokens[w->entry], block = place / w->block_size;
     if (place < 0 || block >= w->blocks) continue;
-    tile->k[n] = w->cache + block * w->bytes_block + place % w->block_size * w->bytes_token;
+    const char *strip = w->cache + block * w->bytes_block;
+    tile->k[n] = strip + place % w->block_size * w->bytes_token;
+    tile->scales[n] = strip + w->scales + place % w->block_size * w->bytes_scales;
     tile->position[n++] = 0;
   }
   tile->n = n;
@@ -111,12 +118,30 @@ static inline void walk_tile(struct key_walk *w, struct key_tile *tile) {
       tile->k[n + i] = w->next + i * w->bytes_token;
       tile->position[n + i] = (int32_t)(w->position + i);
     }
+    for (int i = 0; w->bytes_scales > 0 && i < take; i++)
+      tile->scales[n + i] = w->next_scales + i * w->bytes_scales;
     w->next += take * w->bytes_token;
+    w->next_scales += take * w->bytes_scales;
     w->position += take;
     w->left -= take;
     n += take;
   }
   tile->n = n;
+}
+
+/* Unpacks the K of a tile, or the V that lie `value` bytes further on, into rows of `step`
+ * floats. Asks for those of the next tile. */
+static inline void unpack_tile(const struct key_tile *tile, const struct key_tile *next,
+                               int64_t value, int dim, int codec, float *out, int step) {
+  for (int k = 0; k < tile->n; k++) {
+    KVL_BY_PACKED(
+        codec,
+        unpack_row(tile->k[k] + value, tile->scales[k] + value, dim, D, out + k * step), )
+    if (next && k < next->n) {
+      prefetch(next->k[k] + value, 0, dim);
+      prefetch(next->scales[k] + value, 0, 1);
+    }
+  }
 }
 
 /* The task's row of a list [seqs, heads, max_selected]; heads is 1 if all KV heads share a
@@ -143,6 +168,8 @@ static inline struct key_walk walk_open(const struct task *t, int64_t begin, int
       .blocks = c->blocks,
       .bytes_block = c->bytes_page,
       .bytes_token = c->key.bytes_row,
+      .scales = c->key.scales,
+      .bytes_scales = 2 * c->key.groups,
       .value = kvl__strip_at(c, &c->value, 0, t->kv_head) - key,
       .entry = begin,
       .entry_end = end < entries ? end : entries,

@@ -169,10 +169,19 @@ static struct key_tile without_zeros(const struct key_tile *tile, float *p) {
   return seen;
 }
 
-/* Takes 1, 2 or 4 rows at a time. */
-void KVL_CPU_NAME(attend_few)(const struct task *t, struct key_walk walk, struct sums *s) {
+/* A tile of a codec that packs numbers, as f32. */
+struct unpacked {
+  float k[TILE_KEYS * HEAD_DIM_MAX] __attribute__((aligned(64)));
+  float v[TILE_KEYS * HEAD_DIM_MAX] __attribute__((aligned(64)));
+};
+
+/* Takes 1, 2 or 4 rows at a time. room: NULL for codecs that do not pack. */
+static KVL_APART void attend_tiles(const struct task *t, struct key_walk walk, struct sums *s,
+                                   struct unpacked *room) {
   const int dim = t->args->cache.key.dim, padded = dim_padded(dim);
-  const int dtype = t->args->cache.codec, rows = dot_rows(t->rows);
+  const int codec = t->args->cache.codec, dtype = rows_dtype(codec);
+  const int rows = dot_rows(t->rows);
+  const int64_t value = room ? (char *)room->v - (char *)room->k : walk.value;
   const int all = (t->rows + rows - 1) / rows * rows;
   add_function *add = add_function_of(rows, dtype), *add_row = add_function_of(1, dtype);
   float q[FEW_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64)));
@@ -194,7 +203,14 @@ void KVL_CPU_NAME(attend_few)(const struct task *t, struct key_walk walk, struct
   }
   while (now->n > 0) {
     walk_tile(&walk, next);
-    order_ahead(next, now->k[0], ahead);
+    if (room) {
+      unpack_tile(now, next, 0, dim, codec, room->k, padded);
+      unpack_tile(now, next, walk.value, dim, codec, room->v, padded);
+      for (int k = 0; k < now->n; k++) now->k[k] = (const char *)(room->k + k * padded);
+      for (int k = 0; k < TILE_KEYS; k++) ahead[k] = now->k[0];
+    } else {
+      order_ahead(next, now->k[0], ahead);
+    }
     for (int k = now->n; k % VF; k++) {
       now->k[k] = now->k[now->n - 1];
       now->position[k] = now->position[now->n - 1];
@@ -214,12 +230,12 @@ void KVL_CPU_NAME(attend_few)(const struct task *t, struct key_walk walk, struct
       float *pr = p + r * TILE_KEYS;
       float *values = s->values + r * padded;
       if (!some_are_zero(pr, now->n, t->rows - r < rows ? t->rows - r : rows)) {
-        add(pr, keep + r, now, ahead, walk.value, dim, values);
+        add(pr, keep + r, now, ahead, value, dim, values);
         continue;
       }
       for (int i = 0; i < rows && r + i < t->rows; i++) {
         const struct key_tile seen = without_zeros(now, pr + i * TILE_KEYS);
-        add_row(pr + i * TILE_KEYS, keep + r + i, &seen, ahead, walk.value, dim,
+        add_row(pr + i * TILE_KEYS, keep + r + i, &seen, ahead, value, dim,
                 values + i * padded);
       }
     }
@@ -228,6 +244,17 @@ void KVL_CPU_NAME(attend_few)(const struct task *t, struct key_walk walk, struct
     next = done;
   }
   for (int r = 0; r < t->rows; r++) restore_row(s->values + r * padded, dim, dtype);
+}
+
+static KVL_APART void attend_unpacked(const struct task *t, struct key_walk walk,
+                                      struct sums *s) {
+  struct unpacked room;
+  attend_tiles(t, walk, s, &room);
+}
+
+void KVL_CPU_NAME(attend_few)(const struct task *t, struct key_walk walk, struct sums *s) {
+  if (kvl__packs(t->args->cache.codec)) attend_unpacked(t, walk, s);
+  else attend_tiles(t, walk, s, NULL);
 }
 
 #endif

@@ -174,8 +174,8 @@ static inline KVL_HOT void convert_rows(const struct key_tile *tile, int64_t off
 }
 
 static void convert_tile(const struct key_tile *tile, int64_t offset, int dim, float *out,
-                         int dtype) {
-  switch (dtype) {
+                         int codec) {
+  switch (codec) {
 #define CASE(dtype) \
   case dtype: convert_rows(tile, offset, dim, out, dtype); break;
     CASE(KVL_DTYPE_F32)
@@ -183,6 +183,7 @@ static void convert_tile(const struct key_tile *tile, int64_t offset, int dim, f
     CASE(KVL_DTYPE_BF16)
     CASE(KVL_DTYPE_F8E4M3)
 #undef CASE
+    default: unpack_tile(tile, NULL, offset, dim, codec, out, dim_padded(dim));
   }
 }
 

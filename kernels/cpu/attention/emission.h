@@ -45,12 +45,14 @@ static inline KVL_HOT void emission_row(const void *x, int64_t at, int dim, floa
              KVL_DTYPE_F32);
 }
 
-/* Brings keys of a block into columns from `column` on. */
-static inline KVL_HOT void emission_keys(const struct emission *e, const void *k, int tokens,
-                                         int column, const int dtype) {
+/* Brings keys of a strip into columns from `column` on. */
+static inline KVL_HOT void emission_keys(const struct emission *e,
+                                         const struct kvl_strips *of, const char *strip,
+                                         int tokens, int column, const int codec) {
   float x[256 + VF];
   for (int t = 0; t < tokens; t++) {
-    emission_row(k, (int64_t)t * e->dim, e->dim, 1, x, dtype);
+    for (int d = 0; d < e->dim; d += VF)
+      vf_store(x, d, vf_load_row(of, strip, t, d, vf_left(d, e->dim), codec), KVL_DTYPE_F32);
     for (int d = 0; d < e->dim; d++) e->keys[(int64_t)d * e->columns + column + t] = x[d];
   }
 }

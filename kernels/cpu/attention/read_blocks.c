@@ -6,17 +6,17 @@
  * Limit: read plus write bandwidth. */
 #include "args/attention.h"
 #include "cpu/split.h"
-#include "cpu/vec.h"
+#include "cpu/strip.h"
 
-static inline KVL_HOT void read_row(const char *from, char *to, int dim, int out_dtype,
-                                    const int codec) {
+static inline KVL_HOT void read_row(const struct kvl_strips *of, const char *strip,
+                                    int64_t token, char *to, int out_dtype, const int codec) {
   if (codec == out_dtype) {
-    memcpy(to, from, (size_t)dim * kvl__float_bytes(codec));
+    memcpy(to, strip + token * of->bytes_row, (size_t)of->bytes_row);
     return;
   }
-  for (int d = 0; d < dim; d += VF) {
-    int lanes = vf_left(d, dim);
-    vf_store_n(at(to, d, out_dtype), vf_load_n(at_const(from, d, codec), lanes, codec), lanes,
+  for (int d = 0; d < of->dim; d += VF) {
+    int lanes = vf_left(d, of->dim);
+    vf_store_n(at(to, d, out_dtype), vf_load_row(of, strip, token, d, lanes, codec), lanes,
                out_dtype);
   }
 }
@@ -39,8 +39,8 @@ static inline KVL_HOT void items(const struct kvl_read_blocks_args *a, int64_t b
       }
       const char *from = (const char *)c->memory +
                          kvl__strip_at(c, strips, block, i % c->kv_heads);
-      for (int t = 0; t < c->block_size; t++, from += strips->bytes_row, to += row)
-        read_row(from, to, strips->dim, a->dtype, codec);
+      for (int t = 0; t < c->block_size; t++, to += row)
+        read_row(strips, from, t, to, a->dtype, codec);
     }
   }
 }

@@ -21,10 +21,9 @@ static inline KVL_HOT void rotate_head(const struct kvl_rope_append_args *a, voi
   rotate(row, at(row, a->pairs, dtype), (int)a->pairs, s, c, dtype);
 }
 
-static int write_row(const struct kvl_pages *to, int64_t row, const void *from, int dim,
-                     float scale, int dtype) {
-  KVL_BY_CODEC(to->codec,
-               return append_row(from, (char *)to->memory + row, dim, scale, dtype, D))
+static int write_row(const struct kvl_pages *to, const struct kvl_strips *of, char *strip,
+                     int64_t token, const void *from, float scale, int dtype) {
+  KVL_BY_CODEC(to->codec, return append_row(from, of, strip, token, scale, dtype, D))
   return 0;
 }
 
@@ -39,11 +38,12 @@ static inline KVL_HOT int append_head(const struct kvl_rope_append_args *a, int6
   memcpy(k, at_const(a->k, row * key->dim, dtype),
          (size_t)key->dim * kvl__float_bytes(dtype));
   rotate_head(a, k, s, c, dtype);
-  int status = write_row(to, kvl__row_at(to, key, block, head, offset), k, key->dim,
+  char *memory = to->memory;
+  int status = write_row(to, key, memory + kvl__strip_at(to, key, block, head), offset, k,
                          to->k_scale ? to->k_scale[head] : 1, dtype);
   if (status < 0) return status;
-  return write_row(to, kvl__row_at(to, value, block, head, offset),
-                   at_const(a->v, row * value->dim, dtype), value->dim,
+  return write_row(to, value, memory + kvl__strip_at(to, value, block, head), offset,
+                   at_const(a->v, row * value->dim, dtype),
                    to->v_scale ? to->v_scale[head] : 1, dtype);
 }
 
@@ -78,7 +78,8 @@ KVL_CPU_KERNEL(rope_append) {
   int64_t token = a->heads + 2 * (int64_t)to->kv_heads, rows = 0; /* rows of a token */
   for (int64_t t = 0; to->pinned && t < a->tokens; t++)
     rows += a->places[t] >= 0 && a->places[t] / to->block_size < to->blocks;
-  kvl__link_bytes(queue, KVL_LINK_TO_HOST,
-                  rows * to->kv_heads * (to->key.bytes_row + to->value.bytes_row));
+  kvl__link_bytes(
+      queue, KVL_LINK_TO_HOST,
+      rows * to->kv_heads * (kvl__bytes_token(&to->key) + kvl__bytes_token(&to->value)));
   return kvl__split(a->tokens, kvl__grain_rows(token * to->key.dim), rope_append_piece, a);
 }

@@ -29,6 +29,8 @@ static struct key_walk open_list(const struct kvl_token_attention_args *a, int64
       .blocks = c->blocks,
       .bytes_block = c->bytes_page,
       .bytes_token = c->key.bytes_row,
+      .scales = c->key.scales,
+      .bytes_scales = 2 * c->key.groups,
       .value = kvl__strip_at(c, &c->value, 0, kv_head) - key,
       .entry_end = a->k,
       .block_size = c->block_size,

@@ -34,7 +34,7 @@ static inline KVL_HOT void append(const struct kvl_vllm_append_args *a, int64_t 
 static int append_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_vllm_append_args *a = args;
   for (int64_t head = begin; head < end; head++)
-    KVL_BY_CODEC(a->cache.dtype, append(a, head, D))
+    KVL_BY_STORED(a->cache.dtype, append(a, head, D))
   return 0;
 }
 

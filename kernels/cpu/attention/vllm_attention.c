@@ -66,7 +66,7 @@ static inline KVL_HOT void attend(const struct kvl_vllm_attention_args *a, int64
 
 static int attend_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_vllm_attention_args *a = args;
-  for (int64_t row = begin; row < end; row++) KVL_BY_CODEC(a->cache.dtype, attend(a, row, D))
+  for (int64_t row = begin; row < end; row++) KVL_BY_STORED(a->cache.dtype, attend(a, row, D))
   return 0;
 }
 

@@ -75,7 +75,7 @@ static inline KVL_HOT void convert_rows(const struct convert *g, int64_t begin, 
 static int convert_piece(const void *args, int64_t begin, int64_t end) {
   const struct convert *g = args;
   enum { F32 = KVL_DTYPE_F32 };
-  if (g->to == F32) KVL_BY_CODEC(g->from, convert_rows(g, begin, end, D, F32))
+  if (g->to == F32) KVL_BY_STORED(g->from, convert_rows(g, begin, end, D, F32))
   else KVL_BY_FLOAT(g->to, convert_rows(g, begin, end, F32, D))
   return 0;
 }
@@ -122,7 +122,7 @@ static int wide(const struct kvl_matmul_args *g, const void *a, const void *b, v
 
 static int dots_piece(const void *args, int64_t begin, int64_t end) {
   const struct thin *g = args;
-  KVL_BY_CODEC(g->dtype, thin_dots(g, begin, end, D))
+  KVL_BY_STORED(g->dtype, thin_dots(g, begin, end, D))
   return 0;
 }
 

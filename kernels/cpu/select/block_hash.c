@@ -9,9 +9,22 @@
 #include "args/select.h"
 #include "cpu/select/hash.h"
 #include "cpu/split.h"
+#include "cpu/strip.h"
+
+/* x += the key of a token, or x = that key. */
+static inline KVL_HOT void take_key(float *x, const struct kvl_strips *of, const char *strip,
+                                    int64_t token, int add, const int codec) {
+  const char *row = strip + token * of->bytes_row;
+  float key[HASH_DIM_MAX] __attribute__((aligned(64)));
+  if (kvl__packs(codec)) {
+    unpack_row(row, strip + of->scales + token * 2 * of->groups, of->dim, codec, key);
+    row = (const char *)key;
+  }
+  hash_take(x, row, of->dim, add, rows_dtype(codec));
+}
 
 static inline KVL_HOT void item(const struct kvl_block_hash_args *a, int64_t i,
-                                const int dtype) {
+                                const int codec) {
   const int64_t heads = a->cache.kv_heads, size = a->cache.block_size, head = i % heads;
   const int dim = a->cache.key.dim, words = (a->bits + 63) / 64;
   const int64_t block = a->blocks[i / heads], to = a->rows ? a->rows[i / heads] : block;
@@ -21,15 +34,14 @@ static inline KVL_HOT void item(const struct kvl_block_hash_args *a, int64_t i,
   float x[HASH_DIM_MAX] __attribute__((aligned(64)));
   if (a->is_token) {
     for (int64_t t = 0; t < tokens; t++) {
-      hash_take(x, k + t * a->cache.key.bytes_row, dim, 0, dtype);
+      take_key(x, &a->cache.key, k, t, 0, codec);
       hash_vector(x, a->planes, dim, a->bits,
                   a->hashes + ((to * heads + head) * size + t) * words);
     }
     return;
   }
   memset(x, 0, sizeof x);
-  for (int64_t t = 0; t < tokens; t++)
-    hash_take(x, k + t * a->cache.key.bytes_row, dim, 1, dtype);
+  for (int64_t t = 0; t < tokens; t++) take_key(x, &a->cache.key, k, t, 1, codec);
   hash_vector(x, a->planes, dim, a->bits, a->hashes + (to * heads + head) * words);
 }
 

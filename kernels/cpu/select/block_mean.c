@@ -11,19 +11,21 @@
 #include "args/select.h"
 #include "cpu/dots.h"
 #include "cpu/split.h"
+#include "cpu/strip.h"
 
 enum { VECS = 8 }; /* vectors of a row taken together */
 
-/* Prefetches the keys at `soon`, which are needed next. */
-static inline KVL_HOT void mean(const char *k, const char *soon, int64_t tokens,
-                                int64_t bytes_token, int lanes, void *out, int out_dtype,
-                                const int vecs, const int dtype) {
+/* The mean of numbers d, ... of a strip's rows. Prefetches the same of the strip `soon`, which
+ * is needed next. */
+static inline KVL_HOT void mean(const struct kvl_strips *of, const char *k, const char *soon,
+                                int64_t tokens, int d, int lanes, void *out, int out_dtype,
+                                const int vecs, const int codec) {
   vf sum[VECS] = {0};
-  for (int64_t t = 0; t < tokens; t++, k += bytes_token, soon += bytes_token) {
-    prefetch(soon, 0, vecs * VF * kvl__float_bytes(dtype));
+  soon += d * kvl__bits(codec) / 8;
+  for (int64_t t = 0; t < tokens; t++, soon += of->bytes_row) {
+    prefetch(soon, 0, vecs * VF * kvl__bits(codec) / 8);
 #pragma GCC unroll 8
-    for (int j = 0; j < vecs; j++)
-      sum[j] += vf_load_n(at_const(k, j * VF, dtype), lanes, dtype);
+    for (int j = 0; j < vecs; j++) sum[j] += vf_load_row(of, k, t, d + j * VF, lanes, codec);
   }
   for (int j = 0; j < vecs; j++)
     vf_store_n(at(out, j * VF, out_dtype), sum[j] / (float)i64_max(1, tokens), lanes,
@@ -39,7 +41,7 @@ static inline const char *item_keys(const struct kvl_block_mean_args *a, int64_t
 }
 
 static inline KVL_HOT void items(const struct kvl_block_mean_args *a, int64_t begin,
-                                 int64_t end, const int dtype) {
+                                 int64_t end, const int codec) {
   const int64_t heads = a->cache.kv_heads, size = a->cache.block_size;
   const int dim = a->cache.key.dim, out_dtype = a->summary_dtype;
   for (int64_t i = begin; i < end; i++) {
@@ -49,14 +51,13 @@ static inline KVL_HOT void items(const struct kvl_block_mean_args *a, int64_t be
     int64_t to = (a->rows ? a->rows : a->blocks)[i / heads], head = i % heads;
     int64_t tokens = i64_max(0, i64_min(a->tokens[i / heads], size));
     char *out = at(a->summary, (to * heads + head) * dim, out_dtype);
-    const int64_t row = a->cache.key.bytes_row;
+    const struct kvl_strips *of = &a->cache.key;
     int d = 0;
     for (; d + VECS * VF <= dim; d += VECS * VF)
-      mean(at_const(k, d, dtype), at_const(soon, d, dtype), tokens, row, VF,
-           at(out, d, out_dtype), out_dtype, VECS, dtype);
+      mean(of, k, soon, tokens, d, VF, at(out, d, out_dtype), out_dtype, VECS, codec);
     for (; d < dim; d += VF)
-      mean(at_const(k, d, dtype), at_const(soon, d, dtype), tokens, row, vf_left(d, dim),
-           at(out, d, out_dtype), out_dtype, 1, dtype);
+      mean(of, k, soon, tokens, d, vf_left(d, dim), at(out, d, out_dtype), out_dtype, 1,
+           codec);
   }
 }
 

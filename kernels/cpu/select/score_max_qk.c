@@ -9,6 +9,7 @@
  *        bf16 0.79, f8e4m3 0.50 (AVX2 0.74, 0.39) */
 #include "args/select.h"
 #include "cpu/select/scores.h"
+#include "cpu/strip.h"
 
 /* Lane r * (VF / rows) + k of the result is q[r] . x[k], for `rows` (1, 2, 4) query rows and
  * k < VF / rows. soon[k] are rows to prefetch.
@@ -54,19 +55,25 @@ static inline KVL_HOT vf dots(const float *q, const char *const *x, const char *
 static inline KVL_HOT float score_block(const struct score *s, const struct run *r,
                                         const char *k, const char *next, int tokens,
                                         const float *q, int all, const int rows,
-                                        const int dtype) {
+                                        const int codec) {
+  const struct kvl_strips *of = &s->pages->key;
   const int step = VF / rows, padded = dim_padded(s->head_dim);
-  const int64_t bytes_token = (int64_t)s->head_dim * kvl__float_bytes(dtype);
+  float room[VF * HEAD_DIM_MAX] __attribute__((aligned(64))); /* for unpacked keys */
   vf best[GROUP_MAX]; /* best[h]: the lanes of dots() for heads [h, h + rows) */
   for (int h = 0; h < all; h += rows) best[h] = vf_set(-INFINITY);
   for (int t = 0; t < tokens; t += step) {
     const char *x[VF], *soon[VF];
     for (int j = 0; j < step; j++) { /* past the last valid token, repeat it */
-      int64_t at_token = (t + j < tokens ? t + j : tokens - 1) * bytes_token;
-      x[j] = k + at_token, soon[j] = next + at_token;
+      const int64_t token = t + j < tokens ? t + j : tokens - 1;
+      x[j] = k + token * of->bytes_row, soon[j] = next + token * of->bytes_row;
+      if (!kvl__packs(codec)) continue;
+      float *to = room + j * padded;
+      unpack_row(x[j], k + of->scales + token * 2 * of->groups, of->dim, codec, to);
+      x[j] = (const char *)to, soon[j] = x[j];
     }
     for (int h = 0; h < all; h += rows)
-      best[h] = vf_max(dots(q + h * padded, x, soon, s->head_dim, rows, dtype), best[h]);
+      best[h] = vf_max(dots(q + h * padded, x, soon, s->head_dim, rows, rows_dtype(codec)),
+                       best[h]);
   }
   float joined = s->join == KVL_GROUP_MEAN ? 0 : -INFINITY;
   for (int h = 0; h < r->rows; h++) {
@@ -81,34 +88,34 @@ static inline KVL_HOT float score_block(const struct score *s, const struct run 
 }
 
 static inline KVL_HOT void max_qk_run(const struct score *s, struct run r, const float *q,
-                                      int all, const int rows, const int dtype) {
+                                      int all, const int rows, const int codec) {
   const char *k = r.begin < r.end ? block_row(s, &r, r.begin) : NULL;
   for (int64_t b = r.begin; b < r.last; b++) {
     const char *next = b + 1 < r.end ? block_row(s, &r, b + 1) : NULL;
     int64_t tokens = i64_min(s->lens[r.seq] - b * s->block_size, s->block_size);
-    r.scores[b] = k ? score_block(s, &r, k, next ? next : k, (int)tokens, q, all, rows, dtype)
+    r.scores[b] = k ? score_block(s, &r, k, next ? next : k, (int)tokens, q, all, rows, codec)
                     : -INFINITY;
     k = next;
   }
 }
 
 static inline KVL_HOT void max_qk_items(const struct score *s, int64_t begin, int64_t end,
-                                        const int dtype) {
+                                        const int codec) {
   float q[GROUP_MAX * HEAD_DIM_MAX] __attribute__((aligned(64)));
   for (int64_t item = begin; item < end; item++) {
     struct run r = run_open(s, item);
     int all = load_group(s, &r, q);
     switch (dot_rows(r.rows)) {
-      case 1: max_qk_run(s, r, q, all, 1, dtype); break;
-      case 2: max_qk_run(s, r, q, all, 2, dtype); break;
-      default: max_qk_run(s, r, q, all, 4, dtype); break;
+      case 1: max_qk_run(s, r, q, all, 1, codec); break;
+      case 2: max_qk_run(s, r, q, all, 2, codec); break;
+      default: max_qk_run(s, r, q, all, 4, codec); break;
     }
   }
 }
 
 static int max_qk_piece(const void *args, int64_t begin, int64_t end) {
   const struct score *s = args;
-  KVL_BY_CODEC(s->rows_dtype, max_qk_items(s, begin, end, D))
+  KVL_BY_CODEC(s->pages->codec, max_qk_items(s, begin, end, D))
   return 0;
 }
 
@@ -132,7 +139,8 @@ KVL_CPU_KERNEL(score_max_qk) {
       .rows = (const char *)c->memory + c->key.begin,
       .bytes_block = c->bytes_page,
       .bytes_head = c->key.bytes,
-      .rows_dtype = c->codec,
+      .rows_dtype = rows_dtype(c->codec),
+      .pages = c,
   };
   return score_run(&s, max_qk_piece);
 }

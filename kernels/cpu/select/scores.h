@@ -23,6 +23,7 @@ struct score {
   const char *rows;
   int64_t bytes_block, bytes_head, high; /* high: see struct dots */
   int32_t rows_dtype;
+  const struct kvl_pages *pages; /* whose keys score_max_qk scores */
 };
 
 static inline int64_t score_runs(const struct score *s) {

@@ -10,6 +10,7 @@ local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local attention_of = require("kvlab.policy.attention").attention
 local device_of = require("kvlab.tensor.device").device
+local formats = require "kvlab.memory.formats"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local new_cache = require("kvlab.memory.cache").cache
@@ -26,6 +27,7 @@ local M = {}
 
 -- What is drawn, for seeds.derive; layers and steps count from there.
 local QUERIES, KEYS, LAYERS, TURNS = 1, 2, 1000, 1000000
+local FILL_TOKENS = 65536 -- are filled in at once
 
 M.SHAPES = {
   ["llama-8b"] = { layers = 32, heads = 32, kv_heads = 8, head_dim = 128 },
@@ -47,7 +49,7 @@ local OPTIONS = {
   },
   layers = options.count, context = options.required(options.count),
   block_size = options.count, max_seqs = options.count, chunk = options.count,
-  dtype = kinds.dtype, seed = options.any_whole, prefill_policy = a_policy,
+  dtype = kinds.dtype, format = options.one_of(unpack(formats.NAMES)), seed = options.any_whole, prefill_policy = a_policy,
   decode_policy = a_policy, decode_through = options.one_of("ring", "hot"),
   max_blocks = options.count, offload = OFFLOAD, fixed_width = options.boolean,
 }
@@ -61,7 +63,8 @@ end
 --- Makes a cache, attention, and random queries, keys and values of a shape.
 ---@param o table  shape (a name of M.SHAPES); context: how many tokens all sequences may
 --                 have together; device, layers (the shape's), block_size (16),
---                 max_seqs (1), chunk (1: decode only), dtype (bf16), seed (0),
+--                 max_seqs (1), chunk (1: decode only), dtype (bf16) of q, k and v,
+--                 format (dtype) of the cache's pages, seed (0),
 --                 prefill_policy, decode_policy, decode_through, max_blocks, offload
 --                 (nil: resident), fixed_width (false)
 ---@return kvlab.Synthetic
@@ -76,7 +79,7 @@ local function new(o)
   local offload = o.offload and { max_seqs = self.max_seqs, max_tokens = tokens }
   for key, value in pairs(o.offload or {}) do offload[key] = value end
   self.chunk = tokens
-  self.cache = new_cache { device = dev, dtype = o.dtype, layers = self.layers,
+  self.cache = new_cache { device = dev, format = o.format or o.dtype, layers = self.layers,
     blocks = blocks, block_size = size, kv_heads = shape.kv_heads,
     head_dim = shape.head_dim, offload = offload }
   self.attention = attention_of { cache = self.cache, heads = shape.heads,
@@ -85,7 +88,7 @@ local function new(o)
     decode_through = o.decode_through }
   self.batch = self.cache:batch { max_seqs = self.max_seqs, max_tokens = tokens,
     max_blocks = o.max_blocks, fixed_width = o.fixed_width }
-  local dtype = self.cache.dtype
+  local dtype = o.dtype or "bf16"
   local function random(heads, what)
     return tensor.randn(dev, dtype, { tokens, heads, shape.head_dim },
       { seed = seeds.derive(self.seed, what) })
@@ -96,6 +99,25 @@ local function new(o)
   return self
 end
 
+--- Fills one layer of the cache with random numbers.
+local function fill(self, layer)
+  local cache, memory = self.cache, self.cache:layer(layer)
+  local seed = seeds.derive(self.seed, LAYERS + layer)
+  if memory:type() == cache.dtype then
+    return check(C.kvl_random(memory, C.KVL_RANDOM_NORMAL, 0, 1, seed, 0))
+  end
+  local each = math.max(1, math.floor(FILL_TOKENS / cache.block_size)) * cache.block_size
+  for first = 0, cache.blocks * cache.block_size - 1, each do
+    tensor.scope(function()
+      local n = math.min(each, cache.blocks * cache.block_size - first)
+      local rows = tensor.randn(self.device, cache.dtype,
+        { 2, n, cache.kv_heads, cache.head_dim }, { seed = seed + first })
+      cache.format:append(layer, rows:index(0), rows:index(1),
+        tensor.arange(self.device, "i64", n, first), memory)
+    end)
+  end
+end
+
 --- Makes a sequence of `length` random tokens without computing a step. The first call
 -- fills every block of the cache with random numbers. The policies then see the blocks
 -- of the sequence, as they would after a prefill.
@@ -103,10 +125,7 @@ end
 function Synthetic:sequence(length)
   if not self.is_filled then
     self.is_filled = true
-    for layer = 0, self.layers - 1 do
-      check(C.kvl_random(self.cache:layer(layer), C.KVL_RANDOM_NORMAL, 0, 1,
-        seeds.derive(self.seed, LAYERS + layer), 0))
-    end
+    for layer = 0, self.layers - 1 do fill(self, layer) end
   end
   local seq = self.cache:sequence()
   local before = seq:length()

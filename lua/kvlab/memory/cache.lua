@@ -25,12 +25,13 @@ local M = {}
 ---@field block_size integer   tokens of a block
 ---@field kv_heads integer
 ---@field head_dim integer
----@field dtype string         f32 f16 bf16 f8e4m3
 ---@field format kvlab.Format  what a page holds
+---@field dtype string         of keys and values that are read out of pages
 ---@field tier kvlab.Resident|kvlab.HostTier  where KV memory lies
 ---@field journal kvlab.Journal  what a failed step takes back
----@field memory kvlab.Tensor  [layers, blocks, 2, kv_heads, block_size, head_dim], on the
---                             device or, with offload, in pinned host memory
+---@field memory kvlab.Tensor  [layers, blocks, 2, kv_heads, block_size, head_dim], of int8
+--                             u8 [layers, blocks, bytes], on the device or, with offload,
+--                             in pinned host memory
 local Cache = {}
 Cache.__index = Cache
 
@@ -41,14 +42,15 @@ local OPTIONS = {
   layers = options.required(options.count), blocks = options.required(options.count),
   block_size = options.required(options.count),
   kv_heads = options.required(options.count), head_dim = options.required(options.count),
-  device = kinds.device, dtype = options.one_of(unpack(formats.DTYPES)),
+  device = kinds.device, format = options.one_of(unpack(formats.NAMES)),
   watermark = options.whole, k_scale = kinds.tensor, v_scale = kinds.tensor,
   offload = host_tier.OFFLOAD,
 }
 
 --- Opens KV memory for `blocks` blocks in each of `layers` layers.
 ---@param o table  layers, blocks, block_size, kv_heads, head_dim; device (--device's),
---                 dtype (bf16), watermark (0): blocks that an append must leave free;
+--                 format (bf16; f32 f16 f8e4m3 int8) of a page; watermark (0): blocks
+--                 that an append must leave free;
 --                 k_scale, v_scale: of an f8e4m3 cache, f32 [layers, kv_heads] (1): it
 --                 holds k / k_scale;
 --                 offload: KV lies in host memory, with these options (host_tier.lua)
@@ -56,13 +58,14 @@ local OPTIONS = {
 function M.cache(o)
   o = options.check("cache", o, OPTIONS)
   local self = setmetatable({
-    device = device_of(o.device), dtype = o.dtype or "bf16",
+    device = device_of(o.device),
     layers = o.layers, blocks = o.blocks, block_size = o.block_size,
     kv_heads = o.kv_heads, head_dim = o.head_dim, layer_views = {},
   }, Cache)
-  self.format = formats.new({ dtype = self.dtype, layers = o.layers,
+  self.format = formats.new({ format = o.format or "bf16", layers = o.layers,
     kv_heads = o.kv_heads, block_size = o.block_size, head_dim = o.head_dim,
     k_scale = o.k_scale, v_scale = o.v_scale }, 2)
+  self.dtype = self.format.dtype
   self.tier = o.offload and host_tier.new(self, o.offload) or resident.new(self)
   local out = ffi.new "kvl_pool *[1]"
   self.pool = protected.open(C.kvl_pool_close, out, C.kvl_pool_open, o.blocks,
@@ -74,7 +77,8 @@ function M.cache(o)
   return self
 end
 
---- One layer's memory, [blocks, 2, kv_heads, block_size, head_dim]. Layers count from 0.
+--- One layer's memory, [blocks, 2, kv_heads, block_size, head_dim], of int8 u8 [blocks,
+-- bytes]. Layers count from 0.
 function Cache:layer(layer)
   return self.layer_views[layer]
     or options.fail(("layer is %s, expected 0 ... %d"):format(options.shown(layer),

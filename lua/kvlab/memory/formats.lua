@@ -5,24 +5,27 @@
 -- f32 f16 bf16  K and V as they are
 -- f8e4m3        k / k_scale[kv_head] and v / v_scale[kv_head] in 8 bits; whoever
 --               multiplies with K or V multiplies the result by the scale
+-- int8          whole numbers of 8 bits, and a bf16 scale for each token and 64 of its
+--               numbers, which a page holds, too
 local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local page = require "kvlab.tensor.pages"
 
 local C, check = library.C, library.check
 local M = {}
 
-M.DTYPES = { "f32", "f16", "bf16", "f8e4m3" }
+M.NAMES = page.NAMES
 
 -- The scales that pages point to.
 local scales_of = setmetatable({}, { __mode = "k" })
 
 --- The pages of one layer, as the ops take them.
----@param o table  dtype, kv_heads, block_size, head_dim, k_scale, v_scale
+---@param o table  codec, kv_heads, block_size, head_dim, k_scale, v_scale
 local function pages(o, level)
-  local made = ffi.new("kvl_format", { codec = library.dtypes[o.dtype],
+  local made = ffi.new("kvl_format", { codec = page.CODECS[o.codec].number,
     kv_heads = o.kv_heads, block_size = o.block_size, key_dim = o.head_dim,
     value_dim = o.head_dim, k_scale = o.k_scale, v_scale = o.v_scale })
   scales_of[made] = { o.k_scale, o.v_scale }
@@ -31,24 +34,27 @@ local function pages(o, level)
 end
 
 local PAGES = {
-  dtype = options.required(options.one_of(unpack(M.DTYPES))),
+  codec = options.required(options.one_of(unpack(M.NAMES))),
   kv_heads = options.required(options.count), head_dim = options.required(options.count),
   block_size = options.required(options.count), k_scale = kinds.tensor,
   v_scale = kinds.tensor,
 }
 
 --- The format of one layer's pages, for ops over memory whose shape does not say it all,
--- such as an f8e4m3 cache with scales.
----@param o table  dtype (f32 f16 bf16 f8e4m3), kv_heads, block_size, head_dim; for f8e4m3
---                 k_scale, v_scale: f32 [kv_heads] (1)
+-- such as pages of int8, or of f8e4m3 with scales.
+---@param o table  codec (f32 f16 bf16 f8e4m3 int8), kv_heads, block_size, head_dim; for
+--                 f8e4m3 k_scale, v_scale: f32 [kv_heads] (1)
 ---@return kvl_format
 function M.format(o)
   return pages(options.check("format", o, PAGES), 2)
 end
 
 ---@class kvlab.Format
----@field dtype string
----@field dims integer[]  of a page as a tensor: 2 (K, V), kv_heads, block_size, head_dim
+---@field name string
+---@field memory string  the dtype of memory with such pages
+---@field dtype string   the dtype of keys and values that are read out of it
+---@field dims integer[]  of a page as a tensor: 2 (K, V), kv_heads, block_size, head_dim;
+--                        of one that packs numbers its bytes
 local Format = {}
 Format.__index = Format
 
@@ -58,7 +64,8 @@ function Format:of(layer) return options.entry("of", "layer", self.layers, layer
 
 --- Bytes of K and V of one token in one layer and KV head.
 function Format:bytes_token()
-  return self:bytes_page() / (self.dims[2] * self.dims[3])
+  local one = self.layers[0]
+  return self:bytes_page() / (one.kv_heads * one.block_size)
 end
 
 --- Bytes of a page: a block in one layer.
@@ -83,26 +90,30 @@ end
 function Format:copy(from, to, memory) check(C.kvl_copy_blocks(from, to, memory)) end
 
 --- The format of a cache.
----@param o table  dtype, layers, kv_heads, block_size, head_dim, and for f8e4m3 k_scale
+---@param o table  format (f32 f16 bf16 f8e4m3 int8), layers, kv_heads, block_size, head_dim, and for f8e4m3 k_scale
 --                 and v_scale, f32 [layers, kv_heads] (1)
 ---@param level integer  which caller to blame
 ---@return kvlab.Format
 function M.new(o, level)
   for _, name in ipairs { "k_scale", "v_scale" } do
-    if o[name] and o.dtype ~= "f8e4m3" then
+    if o[name] and o.format ~= "f8e4m3" then
       error(("cache: %s is given for a cache of %s, expected f8e4m3"):format(name,
-        o.dtype), level + 1)
+        o.format), level + 1)
     end
   end
   local layers = {}
   for layer = 0, o.layers - 1 do
-    layers[layer] = pages({ dtype = o.dtype, kv_heads = o.kv_heads,
+    layers[layer] = pages({ codec = o.format, kv_heads = o.kv_heads,
       block_size = o.block_size, head_dim = o.head_dim,
       k_scale = o.k_scale and o.k_scale:index(layer),
       v_scale = o.v_scale and o.v_scale:index(layer) }, level + 1)
   end
-  return setmetatable({ dtype = o.dtype, layers = layers,
-    dims = { 2, o.kv_heads, o.block_size, o.head_dim } }, Format)
+  local codec = page.CODECS[o.format]
+  local self = setmetatable({ name = o.format, memory = codec.memory,
+    dtype = codec.dtype, layers = layers }, Format)
+  self.dims = codec.packs and { self:bytes_page() }
+    or { 2, o.kv_heads, o.block_size, o.head_dim }
+  return self
 end
 
 local a_tensor = kinds.tensor

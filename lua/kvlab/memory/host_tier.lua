@@ -84,12 +84,12 @@ function M.new(cache, o)
   end
   self.group = self.max_seqs * self.slot_blocks
   local page = cache.format.dims
-  self.slot_memory = tensor.tensor(cache.device, cache.dtype,
+  self.slot_memory = tensor.tensor(cache.device, cache.format.memory,
     { self.slots, self.group, unpack(page) })
   self.slot_views = {}
   for i = 0, self.slots - 1 do self.slot_views[i] = self.slot_memory:index(i) end
   self.buffer_blocks = most_touched(self.max_seqs, self.max_tokens, cache.block_size)
-  self.buffer = tensor.tensor(cache.device, cache.dtype,
+  self.buffer = tensor.tensor(cache.device, cache.format.memory,
     { cache.layers, self.buffer_blocks, unpack(page) })
   self.buffer_views = {}
   for i = 0, cache.layers - 1 do self.buffer_views[i] = self.buffer:index(i) end
@@ -113,7 +113,8 @@ function M.new(cache, o)
 end
 
 function HostTier:allocate(dims)
-  return tensor.pinned(self.cache.device, self.cache.dtype, dims, self.huge_pages)
+  return tensor.pinned(self.cache.device, self.cache.format.memory, dims,
+    self.huge_pages)
 end
 
 function HostTier:expect_limits(seqs, tokens)

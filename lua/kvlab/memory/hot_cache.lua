@@ -38,7 +38,7 @@ function M.new(tier)
     slots = tier.hot_slots, overlap = tier.hot_overlap, views = {},
     under_way = {}, is_ahead = false }, HotCache)
   local dev, heads, n = cache.device, cache.kv_heads, self.slots
-  self.memory = tensor.tensor(dev, cache.dtype,
+  self.memory = tensor.tensor(dev, cache.format.memory,
     { cache.layers, n, unpack(cache.format.dims) })
   self.slot_of = tensor.tensor(dev, "i32", { cache.layers, heads, cache.blocks })
   self.block_of = tensor.tensor(dev, "i32", { cache.layers, heads, n })

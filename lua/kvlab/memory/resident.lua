@@ -36,7 +36,7 @@ Resident.__index = Resident
 function M.new(cache) return setmetatable({ cache = cache }, Resident) end
 
 function Resident:allocate(dims)
-  return tensor.tensor(self.cache.device, self.cache.dtype, dims)
+  return tensor.tensor(self.cache.device, self.cache.format.memory, dims)
 end
 
 function Resident:append(layer, q, k, v, batch, inv_freq)

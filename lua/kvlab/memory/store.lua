@@ -39,7 +39,7 @@ local argument = options.argument
 local CACHE = { "a cache", function(x)
   return type(x) == "table" and type(x.layers) == "number"
     and type(x.kv_heads) == "number" and type(x.head_dim) == "number"
-    and type(x.block_size) == "number" and type(x.dtype) == "string"
+    and type(x.block_size) == "number" and type(x.format) == "table"
 end }
 local KEY = { "a key", function(x)
   return type(x) == "cdata" and tostring(ffi.typeof(x)):find("kvl_key", 1, true) ~= nil
@@ -64,7 +64,7 @@ function M.model(name, cache)
   argument("store.model", "cache", cache, CACHE)
   local format = "%s layers=%d kv_heads=%d head_dim=%d block_size=%d dtype=%s layout=2hbd"
   return format:format(name, cache.layers, cache.kv_heads, cache.head_dim,
-    cache.block_size, cache.dtype)
+    cache.block_size, cache.format.name)
 end
 
 --- Opens a store.

@@ -119,7 +119,7 @@ function Capture:replay(o)
   local replay = setmetatable({ capture = self, layers = {}, max_blocks = blocks,
                                 prompt = self.tokens - decode }, Replay)
   for i = 1, #self.layers do replay.layers[i] = self:layer(i, device) end
-  replay.cache = new_cache { device = device, dtype = self.dtype, layers = #self.layers,
+  replay.cache = new_cache { device = device, format = self.dtype, layers = #self.layers,
     blocks = 2 * blocks + 2, block_size = size, kv_heads = self.kv_heads,
     head_dim = self.head_dim }
   replay.batch = replay.cache:batch { max_seqs = 1, max_tokens = CHUNK,

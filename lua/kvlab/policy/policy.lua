@@ -473,7 +473,9 @@ function M.attach(self, shape)
   if self.shape then
     error(("policy %s is attached already; make another one"):format(self.name), 3)
   end
-  shape.format = shape.format or formats.new(shape, 2)
+  shape.format = shape.format or formats.new({ format = shape.dtype,
+    layers = shape.layers, kv_heads = shape.kv_heads, block_size = shape.block_size,
+    head_dim = shape.head_dim }, 2)
   self.shape = shape
   self.budget = make_budget(self, shape.block_size)
   if self.init then self:init(shape) end

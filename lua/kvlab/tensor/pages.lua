@@ -5,6 +5,18 @@ local library = require "kvlab.library"
 local C, check = library.C, library.check
 local M = {}
 
+--- The codecs by name. memory: the dtype of memory with such pages. dtype: of keys and
+-- values that are read out of it. packs: it stores numbers with scales beside them.
+M.CODECS = {
+  f32 = { number = library.dtypes.f32, memory = "f32", dtype = "f32" },
+  f16 = { number = library.dtypes.f16, memory = "f16", dtype = "f16" },
+  bf16 = { number = library.dtypes.bf16, memory = "bf16", dtype = "bf16" },
+  f8e4m3 = { number = library.dtypes.f8e4m3, memory = "f8e4m3", dtype = "f8e4m3" },
+  int8 = { number = C.KVL_CODEC_INT8, memory = "u8", dtype = "bf16", packs = true },
+}
+
+M.NAMES = { "f32", "f16", "bf16", "f8e4m3", "int8" }
+
 --- Fills a struct kvl_pages: what a kernel gets instead of one layer's memory and its
 -- format.
 ---@param pages ffi.cdata*
@@ -19,7 +31,8 @@ function M.of(memory, format)
   return pages
 end
 
---- A function of (block, kv_head, token): the index of the first number of a row.
+--- A function of (block, kv_head, token): the index of the first number of a row, where a
+-- row is as long as its numbers.
 ---@param pages ffi.cdata*   struct kvl_pages
 ---@param strips ffi.cdata*  pages.key or pages.value
 function M.rows(pages, strips)

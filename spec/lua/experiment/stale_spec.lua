@@ -105,7 +105,7 @@ describe("a stale row", function()
   end)
 
   it("names the policy that attends, also one that was made before the row", function()
-    local cache = kv.cache { device = kv.device "cpu", dtype = "f32", layers = 1,
+    local cache = kv.cache { device = kv.device "cpu", format = "f32", layers = 1,
       blocks = 4, block_size = 4, kv_heads = 1, head_dim = 8 }
     local attention = kv.attention { cache = cache, heads = 1, decode_policy = own() }
     local batch, seq = cache:batch { max_seqs = 1 }, cache:sequence()

@@ -148,7 +148,7 @@ describe("a map of a policy", function()
     local place = require "kvlab.kernel.expression.place"
     if not nvrtc.open() then return pending "NVRTC is not here" end
     for _, fn in ipairs { mix, ramp, slope } do
-      local plan = place.map(kv.kernel.map(fn).expression, "map", { dtype = "f32",
+      local plan = place.map(kv.kernel.map(fn).expression, "map", { codec = "f32",
         group = 2, layers = 2, block_size = BLOCK, head_dim = 16, kv_heads = KV_HEADS,
         const_dims = function() return { 2, KV_HEADS } end })
       local image, why = nvrtc.compile(kernel.print(plan, "sm_90a"), "sm_90a")

@@ -53,14 +53,14 @@ local LEFT = {
 describe("a sum over dim", function()
   local function is_product(case, o)
     o = o or {}
-    o.summary, o.dtype = case[3], o.dtype or "bf16"
+    o.summary, o.format = case[3], o.format or "bf16"
     return case[2]:source("cuda", o):find("expression_products.cuh", 1, true) ~= nil
   end
 
   for _, case in ipairs(FOUND) do
     it("is a matrix product: " .. case[1], function()
       for _, dtype in ipairs { "f32", "f16", "bf16", "f8e4m3" } do
-        assert.is_true(is_product(case, { dtype = dtype }))
+        assert.is_true(is_product(case, { format = dtype }))
       end
     end)
   end
@@ -71,7 +71,7 @@ describe("a sum over dim", function()
   it("is left where rows are not whole pieces of 16 bytes", function()
     assert.is_true(is_product(FOUND[1], { head_dim = 72 }))
     assert.is_false(is_product(FOUND[1], { head_dim = 36 }))
-    assert.is_false(is_product(FOUND[2], { head_dim = 72, dtype = "f8e4m3" }))
+    assert.is_false(is_product(FOUND[2], { head_dim = 72, format = "f8e4m3" }))
   end)
 
   it("is left on GPUs without such tensor cores, or with little shared memory", function()
@@ -85,7 +85,7 @@ describe("a sum over dim", function()
       return usual(plan, target)
     end
     local ok, why = pcall(function()
-      FOUND[4][2]:source("cuda", { summary = BOUNDS, dtype = "f32", head_dim = 256 })
+      FOUND[4][2]:source("cuda", { summary = BOUNDS, format = "f32", head_dim = 256 })
     end)
     print_cuda.print = usual
     assert.is_true(ok, why)
@@ -98,7 +98,7 @@ describe("a sum over dim", function()
     if not nvrtc.open() then return pending "NVRTC is not here" end
     for i, case in ipairs(FOUND) do
       local dtype = ({ "f32", "f16", "bf16", "f8e4m3" })[i % 4 + 1]
-      local o = { summary = case[3], dtype = dtype, group = i, head_dim = 48 + 16 * i }
+      local o = { summary = case[3], format = dtype, group = i, head_dim = 48 + 16 * i }
       for _, target in ipairs { "sm_80", "sm_90a" } do
         local image, why = nvrtc.compile(case[2]:source("cuda", o), target)
         assert.is_string(image, why)

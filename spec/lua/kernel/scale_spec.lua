@@ -23,7 +23,7 @@ local function texts(plan)
 end
 
 local function options(scale)
-  return { dtype = "f32", group = 2, block_size = 4, head_dim = 16, layers = 1,
+  return { codec = "f32", group = 2, block_size = 4, head_dim = 16, layers = 1,
            kv_heads = 2, scale = scale }
 end
 
@@ -82,7 +82,7 @@ describe("e.scale", function()
         score = product * factor + e.block * (1 - factor),
         bias = (e.position - e.query_position) * factor } {}
       local cache = kv.cache { device = "cpu", layers = 1, blocks = 20, block_size = 4,
-        kv_heads = 2, head_dim = 16, dtype = "f32" }
+        kv_heads = 2, head_dim = 16, format = "f32" }
       local attention = kv.attention { cache = cache, heads = 4, decode_policy = p,
         scale = scale }
       local batch, seq = cache:batch { max_seqs = 1, max_tokens = 40 }, cache:sequence()

@@ -145,7 +145,7 @@ describe("a policy of many representatives", function()
   it("has kernels of a length that grows with them", function()
     local function length(representatives, target)
       local policy = kv.policy("infllm", { representatives = representatives })
-      return #policy.expressions.fields.mean:source(target, { dtype = "bf16" })
+      return #policy.expressions.fields.mean:source(target, { format = "bf16" })
     end
     for _, target in ipairs { "lua", "c", "cuda" } do
       assert.is_true(length(98, target) < 10 * length(14, target))

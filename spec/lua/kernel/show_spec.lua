@@ -12,17 +12,17 @@ local CASES = {
   { "summary", e.k:mean "token" },
   { "summary", (e.k * e.const("f32", "planes", "bit", "dim")):sum "dim":gt(0):pack "bit",
     { sizes = { bit = 40 } } },
-  { "score", (e.q * e.k):sum "dim":max("token", "head"), { dtype = "f8e4m3" } },
+  { "score", (e.q * e.k):sum "dim":max("token", "head"), { format = "f8e4m3" } },
   { "score", e.max(e.q * e.lo, e.q * e.hi):sum "dim":max "head",
-    { summary = QUEST, dtype = "bf16", group = 7, head_dim = 80, block_size = 32 } },
+    { summary = QUEST, format = "bf16", group = 7, head_dim = 80, block_size = 32 } },
   { "score", e.k:sum("token", "dim"), { place = "score" } },
   { "map", e.input "x" * e.param "y" + e.block },
   { "map", e.length + 1, { place = "map" } },
   { "emit", e.weight:sum "token":mean "head" },
   { "prompt", (e.weight / e.tokens):sum "token":max "head",
-    { place = "prompt", dtype = "bf16", group = 7, head_dim = 80, block_size = 32 } },
+    { place = "prompt", format = "bf16", group = 7, head_dim = 80, block_size = 32 } },
   { "prompt", e.where(e.query_position:ge(e.length - 32), e.weight, e.query_position * 0)
-      :sum("token", "head"), { place = "prompt", dtype = "f8e4m3" } },
+      :sum("token", "head"), { place = "prompt", format = "f8e4m3" } },
 }
 
 describe("the source of an expression", function()

@@ -4,7 +4,7 @@ local ffi = require "ffi"
 local kv = require "kvlab"
 
 local function open(block_size, offload)
-  return kv.cache { device = "cpu", dtype = "f32", layers = 1, blocks = 64,
+  return kv.cache { device = "cpu", format = "f32", layers = 1, blocks = 64,
     block_size = block_size, kv_heads = 1, head_dim = 8, offload = offload }
 end
 

@@ -7,7 +7,7 @@ local BLOCKS, KV_HEADS, SIZE, DIM, GROUP, WIDTH = 12, 2, 8, 32, 2, 5
 local LENS = { 33, 7 }
 
 local function format(changes)
-  local o = { dtype = "bf16", kv_heads = KV_HEADS, block_size = SIZE, head_dim = DIM }
+  local o = { codec = "bf16", kv_heads = KV_HEADS, block_size = SIZE, head_dim = DIM }
   for name, value in pairs(changes or {}) do o[name] = value end
   return kv.format(o)
 end
@@ -17,13 +17,12 @@ end
 local function both(dtype, run)
   local paged = support.randn(cpu, dtype, { BLOCKS, 2, KV_HEADS, SIZE, DIM }, 3)
   local flat = paged:clone():reshape { BLOCKS, 2 * KV_HEADS * SIZE * DIM }
-  return { run(paged, nil) }, { run(flat, format { dtype = dtype }) }
+  return { run(paged, nil) }, { run(flat, format { codec = dtype }) }
 end
 
-local function same(dtype, run)
-  local want, got = both(dtype, run)
+local function same(want, got, what)
   for i, tensor in ipairs(want) do
-    support.equal(got[i], tensor, ("%s, result %d"):format(dtype, i))
+    support.equal(got[i], tensor, ("%s, result %d"):format(what, i))
   end
 end
 
@@ -73,7 +72,8 @@ local OPS = {
   end,
   block_minmax = function(memory, of)
     local blocks = kv.from(cpu, "i32", { 2 }, { 7, 3 })
-    local out = kv.zeros(cpu, memory:type(), { BLOCKS, 2, KV_HEADS, DIM })
+    local out = kv.zeros(cpu, memory:type() == "u8" and "f32" or memory:type(),
+      { BLOCKS, 2, KV_HEADS, DIM })
     kv.check(kv.C.kvl_block_minmax(memory, of, blocks, blocks, nil, out))
     return out
   end,
@@ -107,26 +107,40 @@ local OPS = {
   end,
 }
 
+local READS = {}
+for name, run in pairs(OPS) do
+  if not name:find "append" and name ~= "move_blocks" then READS[name] = run end
+end
+
 describe("a format", function()
   for name, run in pairs(OPS) do
     it("says to " .. name .. " what a shape says", function()
       for _, dtype in ipairs { "f32", "f16", "bf16", "f8e4m3" } do
-        same(dtype, function(memory, of)
+        local want, got = both(dtype, function(memory, of)
           return run(memory, of, dtype == "f8e4m3" and "bf16" or dtype)
         end)
+        same(want, got, dtype)
       end
+    end)
+  end
+
+  for name, run in pairs(READS) do
+    it(("lets %s read of int8 what it holds"):format(name), function()
+      local memory, of, held = support.int8_pages(support.randn(cpu, "f32",
+        { BLOCKS, 2, KV_HEADS, SIZE, DIM }, 3))
+      same({ run(held, nil, "f32") }, { run(memory, of, "f32") }, name)
     end)
   end
 
   it("counts the bytes of a page", function()
     for dtype, bytes in pairs { f32 = 4, f16 = 2, bf16 = 2, f8e4m3 = 1 } do
       assert.equal(2 * KV_HEADS * SIZE * DIM * bytes,
-        tonumber(kv.C.kvl_format_bytes_page(format { dtype = dtype })))
+        tonumber(kv.C.kvl_format_bytes_page(format { codec = dtype })))
     end
   end)
 
   it("keeps its scales while it lives", function()
-    local one = format { dtype = "f8e4m3", k_scale = kv.full(cpu, "f32", { 2 }, 3) }
+    local one = format { codec = "f8e4m3", k_scale = kv.full(cpu, "f32", { 2 }, 3) }
     collectgarbage()
     collectgarbage()
     assert.same({ 3, 3 }, one.k_scale[0]:list())
@@ -135,15 +149,15 @@ describe("a format", function()
   it("refuses pages that there cannot be", function()
     support.refuses(function() format { block_size = 5000 } end,
       "block_size is 5000, expected 1 ... 4096")
-    support.refuses(function() format { dtype = "f8e4m3", head_dim = 24 } end,
+    support.refuses(function() format { codec = "f8e4m3", head_dim = 24 } end,
       "head_dim is 24, expected a multiple of 16 for an f8e4m3 format")
-    support.refuses(function() format { dtype = "i32" } end, "dtype is \"i32\"", "f8e4m3")
+    support.refuses(function() format { codec = "i32" } end, "codec is \"i32\"", "f8e4m3")
     local odd = format()
     odd.value_dim = 16
     support.raises("format has keys of 32 numbers and values of 16, expected values like",
       function() kv.check(tonumber(kv.C.kvl_format_bytes_page(odd))) end)
     odd.codec = 77
-    support.raises("format has codec 77, expected 0 ... 3",
+    support.raises("format has codec 77, expected 0 ... 3 or 16",
       function() kv.check(tonumber(kv.C.kvl_format_bytes_page(odd))) end)
   end)
 
@@ -162,7 +176,7 @@ describe("a format", function()
     support.refuses(attend(kv.zeros(cpu, "f16", { BLOCKS, page }), format()),
       "cache is f16 [12, 1024], expected bf16")
     support.refuses(attend(kv.zeros(cpu, "bf16", { BLOCKS, page }), format {
-      dtype = "f32" }), "cache is bf16")
+      codec = "f32" }), "cache is bf16")
     support.refuses(attend(kv.zeros(cpu, "bf16", { BLOCKS, page }), format {
       k_scale = kv.ones(cpu, "f32", { 2 }) }),
       "k_scale is given for a cache of bf16, expected f8e4m3")

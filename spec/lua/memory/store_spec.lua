@@ -30,7 +30,7 @@ describe("kv.store", function()
 
   it("describes a cache in its model's text", function()
     local cache = kv.cache { device = "cpu", layers = 3, blocks = 2, block_size = 8,
-                             kv_heads = 2, head_dim = 16, dtype = "f8e4m3" }
+                             kv_heads = 2, head_dim = 16, format = "f8e4m3" }
     local text = kv.store.model("tiny", cache)
     for _, word in ipairs { "tiny", "layers=3", "kv_heads=2", "head_dim=16",
                             "block_size=8", "dtype=f8e4m3" } do

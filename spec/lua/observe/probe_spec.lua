@@ -80,7 +80,7 @@ end)
 describe("the mass oracle", function()
   it("keeps at least as much of the attention as any policy with its budget #policy",
     function()
-    for _, kind in ipairs { {}, { soft_cap = 0.4 }, { kv_dtype = "f8e4m3" } } do
+    for _, kind in ipairs { {}, { soft_cap = 0.4 }, { format = "f8e4m3" } } do
       local function mass(name)
         local o = { blocks = 6, sink = 1, recent = 1, min_blocks = 0 }
         if name == "layers" then o.dense = 0 end

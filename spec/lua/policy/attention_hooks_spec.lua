@@ -188,7 +188,7 @@ local function specs(dev_name)
     local p = define { defaults = { far = 0.1 },
       bias = (e.position - e.query_position) * e.param "far" } {}
     local cache = kv.cache { device = dev, layers = 1, blocks = 20, block_size = 16,
-      kv_heads = 2, head_dim = 32, dtype = "f32" }
+      kv_heads = 2, head_dim = 32, format = "f32" }
     local attention = kv.attention { cache = cache, heads = 8, decode_policy = p }
     local batch, seq = cache:batch { max_seqs = 1, max_tokens = 100 }, cache:sequence()
     attention:begin(batch:append({ seq }, { 90 }), true)

@@ -16,8 +16,8 @@ end
 -- What attention may be beside plain.
 local KINDS = {
   ["a window"] = { window = 21 }, ["a soft cap"] = { soft_cap = 0.4 },
-  ["an f8e4m3 cache"] = { kv_dtype = "f8e4m3" },
-  ["all three"] = { window = 21, soft_cap = 0.4, kv_dtype = "f8e4m3" },
+  ["an f8e4m3 cache"] = { format = "f8e4m3" },
+  ["all three"] = { window = 21, soft_cap = 0.4, format = "f8e4m3" },
 }
 
 --- A copy of options, with more.
@@ -111,7 +111,7 @@ support.each_device(check)
 describe("attention", function()
   local dev = kv.device "cpu"
   local cache = kv.cache { device = dev, layers = 1, blocks = 8, block_size = 4,
-                           kv_heads = 2, head_dim = 8, dtype = "f32" }
+                           kv_heads = 2, head_dim = 8, format = "f32" }
 
   it("refuses a policy in a phase that it does not declare", function()
     raises("quest does not select in prefill", kv.attention,

@@ -12,7 +12,7 @@ local function decode(definition, observe)
   definition.name, definition.decode = "x", true
   local policy = kv.policy.define(definition)()
   local cache = kv.cache { device = cpu, layers = 1, blocks = 64, kv_heads = HEADS,
-                           block_size = 16, head_dim = 32, dtype = "f32" }
+                           block_size = 16, head_dim = 32, format = "f32" }
   local attention = kv.attention { cache = cache, heads = 8, decode_policy = policy }
   local seqs, batch = { cache:sequence(), cache:sequence() }, cache:batch()
   local function step(counts, is_prefill)

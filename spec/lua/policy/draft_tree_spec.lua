@@ -20,7 +20,7 @@ end
 local function open(dev, tier, policy, length)
   local function draw(...) return random(dev, ...) end
   local cache = kv.cache { device = dev, layers = 1, blocks = 64, block_size = BLOCK,
-    kv_heads = KV_HEADS, head_dim = DIM, dtype = "f32", offload = tier.offload }
+    kv_heads = KV_HEADS, head_dim = DIM, format = "f32", offload = tier.offload }
   local inv_freq = kv.rand(dev, "f32", { DIM / 2 }, { seed = 5 })
   local run = { cache = cache, seqs = { cache:sequence(), cache:sequence() },
     batch = cache:batch { max_seqs = 4, max_tokens = 400 },

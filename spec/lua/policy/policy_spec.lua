@@ -313,7 +313,7 @@ describe("policy definition", function()
       end,
     }
     local cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 8,
-                             kv_heads = 2, block_size = 4, head_dim = 8, dtype = "f32" }
+                             kv_heads = 2, block_size = 4, head_dim = 8, format = "f32" }
     local attention = kv.attention { cache = cache, heads = 2,
                                      decode_policy = newest_first() }
     local batch, seq = cache:batch(), cache:sequence()

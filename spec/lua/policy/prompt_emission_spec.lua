@@ -164,7 +164,7 @@ local function specs(dev_name)
 
   for _, dtype in ipairs { "f16", "bf16", "f8e4m3" } do
     it("reads a cache of " .. dtype, function()
-      local o = dtype == "f8e4m3" and { dtype = "bf16", kv_dtype = dtype }
+      local o = dtype == "f8e4m3" and { dtype = "bf16", format = dtype }
         or { dtype = dtype }
       local want = play(dev, o, decoded { 40 })
       local got = play(dev, o, { { "prefill", 1, 23 }, { "prefill", 1, 17 } })

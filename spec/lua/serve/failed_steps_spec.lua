@@ -135,7 +135,7 @@ local CASES = {
 
 --- Every block of the prompts and outputs as the store has it.
 local function contents(store, list, outputs)
-  local cache = kv.cache { device = cpu, dtype = "f32", layers = 2, blocks = 1,
+  local cache = kv.cache { device = cpu, format = "f32", layers = 2, blocks = 1,
     block_size = BLOCK, kv_heads = 2, head_dim = 16 }
   local found = {}
   for i, one in ipairs(list) do

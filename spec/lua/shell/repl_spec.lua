@@ -422,7 +422,7 @@ new == require "policies.quest", opened.score == new().score, opened.score == ol
       offers('kv.zeros("cp', "cpu")
       offers('t:cast "f8', "f8e4m3")
       offers('t:to("cu', "cuda cuda:0")
-      offers('kv.cache { dtype = "f3', "f32")
+      offers('kv.cache { format = "f3', "f32")
       offers('kv.reload "policies.que', "policies.quest")
     end)
 

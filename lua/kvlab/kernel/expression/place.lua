@@ -14,6 +14,7 @@ local expression = require "kvlab.kernel.expression.expression"
 local ffi = require "ffi"
 local of_query = require "kvlab.kernel.expression.of_query"
 local options = require "kvlab.options"
+local pages = require "kvlab.tensor.pages"
 local sorted = require "kvlab.sorted"
 
 local M = {}
@@ -23,7 +24,8 @@ local M = {}
 ---@field what string       for errors: "policy quest: score"
 ---@field roots table[]     name, node, dtype (of the memory that it is stored in)
 ---@field sizes table<string, integer>
----@field dtype string      of the cache
+---@field codec string      of the cache
+---@field dtype string      of keys and values that are read out of it
 ---@field scaled boolean    it reads K and V, and the cache holds K / k_scale, V / v_scale
 ---@field fields table[]    what is read of the summary: name, node, count, dtype
 ---@field definitions table<string, kvlab.Expression>  of the summary's fields; of a score
@@ -205,8 +207,9 @@ end
 
 local function new_plan(place, what, o)
   local plan = { place = place, what = what, roots = {}, fields = {}, consts = {},
-    params = {}, inputs = {}, uses = {}, seen = {}, dtype = o.dtype,
-    scaled = o.dtype == "f8e4m3" and AVAILABLE[place].k or false,
+    params = {}, inputs = {}, uses = {}, seen = {}, codec = o.codec,
+    dtype = pages.CODECS[o.codec].dtype,
+    scaled = o.codec == "f8e4m3" and AVAILABLE[place].k or false,
     sizes = { head = o.group, token = o.block_size, dim = o.head_dim, layer = o.layers,
               kv_head = o.kv_heads } }
   for dim, size in pairs(o.sizes or {}) do plan.sizes[dim] = size end
@@ -282,19 +285,19 @@ end
 
 --- A kernel that computes all fields of a summary.
 ---@param fields table<string, kvlab.Expression>  as M.fields gives them
----@param o table  dtype, group, block_size, head_dim, layers, kv_heads, const_dims(node)
+---@param o table  codec, group, block_size, head_dim, layers, kv_heads, const_dims(node)
 ---@return kvlab.Plan
 function M.summary(fields, what, o)
   local plan = new_plan("summary", what .. ": summary", o)
   for _, name in ipairs(sorted.keys(fields)) do
-    add_root(plan, name, fields[name], field_dtype(fields[name], o.dtype), o)
+    add_root(plan, name, fields[name], field_dtype(fields[name], plan.dtype), o)
   end
   return plan
 end
 
 --- Fields as the expressions that read them need them.
 ---@param fields table<string, kvlab.Expression>
----@param dtype string  of the cache
+---@param dtype string  of keys and values that are read out of the cache
 function M.seen(fields, dtype)
   local seen = {}
   for name, x in pairs(fields) do
@@ -320,7 +323,7 @@ end
 --- A kernel that gives every block a score.
 function M.score(x, fields, what, o)
   what = what .. ": score"
-  x = with_scale(check_score(x, M.seen(fields, o.dtype), what), o)
+  x = with_scale(check_score(x, M.seen(fields, pages.CODECS[o.codec].dtype), what), o)
   local plan = new_plan("score", what, o)
   plan.definitions = fields
   add_root(plan, "scores", x, "f32", o)

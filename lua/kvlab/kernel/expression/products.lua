@@ -211,7 +211,7 @@ end
 
 --- The index of a row among all that are read; nil if it does not go with them.
 local function row_index(found, leaf, plan)
-  local dtype = leaf.op == "field" and leaf.dtype or plan.dtype
+  local dtype = leaf.op == "field" and leaf.dtype or plan.codec
   local of_tokens = leaf.op == "leaf"
   if found.dtype == nil then found.dtype, found.of_tokens = dtype, of_tokens end
   if found.dtype ~= dtype or found.of_tokens ~= of_tokens then return nil end

@@ -88,7 +88,7 @@ static inline KVL_HOT vf q_load(const struct arguments *a, int64_t i) {
 local STRIPS = { { "k", "kvl__keys_of" }, { "v", "kvl__values_of" } }
 
 local function strip_bytes(plan)
-  return plan.sizes.token * plan.sizes.dim * bytes_of(plan.dtype)
+  return plan.sizes.token * plan.sizes.dim * bytes_of(plan.codec)
 end
 
 --- Lines at the start of a block whose physical number is `block`.
@@ -303,7 +303,7 @@ end
 local function print_score(self)
   local plan, starts = self.plan, {}
   if plan.uses.k and self.items == 1 then
-    self.key_bytes = plan.sizes.dim * bytes_of(plan.dtype)
+    self.key_bytes = plan.sizes.dim * bytes_of(plan.codec)
   end
   local fixed, block = body(self, function(s)
     local root = plan.roots[1]
@@ -343,7 +343,7 @@ end
 
 local function print_summary(self)
   local plan = self.plan
-  if plan.uses.k then self.key_bytes = plan.sizes.dim * bytes_of(plan.dtype) end
+  if plan.uses.k then self.key_bytes = plan.sizes.dim * bytes_of(plan.codec) end
   local fixed, block = body(self, function(s)
     local by_dims, order = {}, {}
     for _, root in ipairs(plan.roots) do

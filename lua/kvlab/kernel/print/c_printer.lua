@@ -8,6 +8,7 @@
 -- key_bytes (of a summary, or a score that walks through the K of one block at a time).
 local c_text = require "kvlab.kernel.print.c_text"
 local expression = require "kvlab.kernel.expression.expression"
+local pages = require "kvlab.tensor.pages"
 
 local TYPES, VECTORS, MEMORY, NUMBERS = c_text.TYPES, c_text.VECTORS, c_text.MEMORY,
   c_text.NUMBERS
@@ -138,6 +139,15 @@ local function load(pointer, at, dtype, kind, vector)
   return (kind == "bool" and "*(%s) != 0" or "*(%s)"):format(p)
 end
 
+--- Reads number `at` of a strip of K or V.
+local function load_row(plan, strip, at, vector)
+  if not pages.CODECS[plan.codec].packs then
+    return load(strip, at, plan.codec, "f32", vector)
+  end
+  return ("%s_load_packed(%s, %s, %d, %d, %s)"):format(vector and "vf" or "f32", strip,
+    at, plan.sizes.token, plan.sizes.dim, NUMBERS[plan.codec])
+end
+
 --- What a hook reads of the key at hand, or of VF keys.
 local function read_of_key(self, x, vector)
   local key = self.key
@@ -175,8 +185,7 @@ local function read_leaf(self, s, x, bind, vector)
     return (vector and "q_load(a, q_row + %s)" or "q_load_one(a, q_row + %s)"):format(
       s:index(x.dims, bind))
   elseif x.name == "k" or x.name == "v" then
-    return load(x.name .. "_row" .. item, s:index(x.dims, bind), self.plan.dtype, "f32",
-      vector)
+    return load_row(self.plan, x.name .. "_row" .. item, s:index(x.dims, bind), vector)
   elseif x.name == "position" then
     local text = ("block%s * TOKENS + %s"):format(item, bind.token.text)
     return vector and ("vi_iota(%s)"):format(text) or text

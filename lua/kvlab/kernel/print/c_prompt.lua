@@ -41,7 +41,7 @@ static int take_blocks(const struct arguments *a, const struct emission *e, int6
     if (physical < 0 || physical >= a->rows) continue;
     of[b] = block;
     if (lowest < 0 || block < lowest) lowest = block;
-    emission_keys(e, kvl__keys_of(&a->cache, physical, kv_head),
+    emission_keys(e, &a->cache.key, kvl__keys_of(&a->cache, physical, kv_head),
                   min_i32(TOKENS, length - block * TOKENS), b * TOKENS, %s);
   }
   return lowest;
@@ -175,7 +175,7 @@ function M.print(self)
   end
   return '#include "cpu/attention/emission.h"\n\n' .. PROMPT:format(plan.sizes.token,
     plan.sizes.head, plan.sizes.dim, #plan.roots, c_text.struct(plan) .. "\n",
-    query_functions(self), c_text.NUMBERS[plan.dtype],
+    query_functions(self), c_text.NUMBERS[plan.codec],
     indented(lines, "    ") .. indented(fixed, "    "),
     indented(c_text.query_value_lines(plan), "        "),
     indented(block, "          "),

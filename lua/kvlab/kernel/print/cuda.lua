@@ -115,8 +115,8 @@ local PRINTS = { score = score.print, summary = print_summary, map = print_map,
 --- The dtype whose rows are loaded most: that of the cache where K or V is read, else of
 -- the largest field.
 local function main_dtype(plan)
-  if plan.place == "summary" or plan.uses.k or plan.uses.v then return plan.dtype end
-  local best, most = plan.dtype, 0
+  if plan.place == "summary" or plan.uses.k or plan.uses.v then return plan.codec end
+  local best, most = plan.codec, 0
   for _, field in ipairs(plan.fields) do
     local bytes = field.count * bytes_of(field.dtype)
     if bytes > most then best, most = field.dtype, bytes end

@@ -90,7 +90,7 @@ end
 -- are those of launch_16bit and launch_f32_dim in paged_attention.cu, and of wgmma_takes
 -- in wgmma_launch.cuh (kernels/cuda/attention).
 local function attention_kernel(plan, target)
-  local dim, group, q, kv = plan.sizes.dim, plan.sizes.head, plan.q_dtype, plan.dtype
+  local dim, group, q, kv = plan.sizes.dim, plan.sizes.head, plan.q_dtype, plan.codec
   if q == "f32" then
     local rows = (plan.is_prefill or group > 4) and 8 or group > 1 and 4 or 1
     local size = size_for(dim, 64, 128, 256)

@@ -202,7 +202,7 @@ local function read_leaf(self, s, x, bind)
     end)
     return ("%s[%d]"):format(name, to.value % self.vec)
   elseif x.name == "k" or x.name == "v" then
-    return load(self, s, x, bind, x.name .. "_row" .. item, nil, self.plan.dtype)
+    return load(self, s, x, bind, x.name .. "_row" .. item, nil, self.plan.codec)
   elseif x.name == "position" and self.plan.place == "hook" then return "position"
   elseif x.name == "position" then
     return ("(block%s * TOKENS + %s)"):format(item, bind.token.text)

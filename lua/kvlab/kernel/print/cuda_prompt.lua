@@ -30,14 +30,14 @@ local function shape_of(plan, threads, rows)
   while s.team < math.min(sizes.token, 32) do s.team = s.team * 2 end
   s.stride = s.keys + 4
   s.dim = sizes.dim <= 64 and 64 or sizes.dim <= 128 and 128 or 256
-  s.keys_bytes = s.slice * s.dim * bytes_of(plan.dtype)
+  s.keys_bytes = s.slice * s.dim * bytes_of(plan.codec)
   s.logits_bytes = (rows * s.stride + 32) * 4
   -- shared memory that is not dynamic: of, counts, start, at, lse, the sums
   s.static = s.blocks * 16 + s.queries * 8 + rows * 8
     + #plan.roots * threads / s.team * 4 + KIB
   function s.bytes(q_dtype)
     local bytes = s.keys_bytes + s.logits_bytes + rows * 4
-      + products.terms_of({ is_exact = true }, plan.dtype, q_dtype) * rows * s.dim * 2
+      + products.terms_of({ is_exact = true }, plan.codec, q_dtype) * rows * s.dim * 2
     -- above 48 KiB in all, the launch has to ask for it, which it does by these bytes
     return bytes + s.static > 48 * KIB and math.max(bytes, 48 * KIB + 16) or bytes
   end
@@ -292,7 +292,7 @@ function M.print(plan, target)
   local text = '#include "cuda/attention/emission.cuh"\n\n'
     .. HEAD:format(sizes.token, sizes.dim, sizes.head, #plan.roots, s.threads, s.team,
       s.blocks, s.keys, s.slice, s.stride, s.queries, s.rows, s.dim,
-      printer.CPP[plan.dtype])
+      printer.CPP[plan.codec])
     .. shared.struct(plan) .. "\n" .. printer.Q_AT .. query_functions(self)
     .. PROMPT:format(s.keys_bytes, s.keys_bytes + s.logits_bytes,
       s.keys_bytes + s.logits_bytes + s.rows * 4,

@@ -2,6 +2,7 @@
 -- compiles. It needs no compiler, computes in doubles, and runs at once, on one thread.
 -- What it calls is in kernel/run/numbers.lua.
 local expression = require "kvlab.kernel.expression.expression"
+local pages = require "kvlab.tensor.pages"
 local schedule = require "kvlab.kernel.print.schedule"
 
 local M = {}
@@ -111,6 +112,11 @@ local function load(pointer, at, dtype, kind)
   return text
 end
 
+--- What K and V are stored in as a Lua kernel sees them: packed pages are unpacked first.
+local function lua_codec(plan)
+  return pages.CODECS[plan.codec].packs and "f32" or plan.codec
+end
+
 local OF_KEY = {
   logit = "scores[%s]", position = "positions[%s]",
   block = "floor(positions[%s] / TOKENS)",
@@ -137,7 +143,7 @@ local function read_leaf(self, s, x, bind)
   elseif x.name == "q" then return ("a.read_q(q_row + %s)"):format(s:index(x.dims, bind))
   elseif x.name == "k" or x.name == "v" then
     return load("memory", ("%s_row + %s"):format(x.name, s:index(x.dims, bind)),
-      self.plan.dtype, "f32")
+      lua_codec(self.plan), "f32")
   elseif x.name == "position" then
     return ("(block * %d + %s)"):format(self.plan.sizes.token, bind.token.text)
   elseif x.name == "score" then
@@ -515,7 +521,7 @@ local function print_prompt(self)
       .. indented(fixed, "    "), indented(starts, "      "),
       plan.needed and QUERY_CALL:format "needed" or "true",
       indented(values, "          "),
-      load("a.cache", "k_row + token * DIM + d", plan.dtype, "f32"),
+      load("a.cache", "k_row + token * DIM + d", lua_codec(plan), "f32"),
       indented(block, "          "), indented(ends, "      "))
 end
 

@@ -243,7 +243,7 @@ end
 --- What the plans of a policy's expressions need to know.
 function M.options_of(owner, shape, what)
   return {
-    dtype = shape.dtype, group = shape.heads / shape.kv_heads, layers = shape.layers,
+    codec = shape.format.name, group = shape.heads / shape.kv_heads, layers = shape.layers,
     block_size = shape.block_size, head_dim = shape.head_dim, kv_heads = shape.kv_heads,
     scale = shape.scale,
     const_dims = function(x) return const_of(owner, x, what, shape.device):dims() end,
@@ -371,9 +371,7 @@ end
 --- Counts what a score reads.
 local function count_score(plan, shape, ctx)
   local bytes = bytes_of_fields(plan.fields)
-  local page =
-    shape.block_size * shape.head_dim * C.kvl_dtype_bytes(Q_DTYPES[shape.dtype])
-  if plan.uses.v then bytes = bytes + page end
+  if plan.uses.v then bytes = bytes + shape.format:bytes_page() / (2 * shape.kv_heads) end
   if plan.uses.k then ctx.reads:keys(ctx) end
   ctx.reads:each_block(ctx, bytes)
 end

@@ -13,20 +13,14 @@ local M = {}
 --- The tensors on the host, as pointers by name, and readers of those of many dtypes.
 local function host_of(call, dev)
   local a = {}
-  for _, name in ipairs { "q", "cache", "tables", "lens", "starts", "selection", "slots",
+  for _, name in ipairs { "q", "tables", "lens", "starts", "selection", "slots",
                           "alibi", "prev_out", "prev_lse", "tree" } do
     if call[name] then
       a[name], a["keep_" .. name] = lua_kernel.pointer_of(call[name], dev)
     end
   end
-  for _, name in ipairs { "k_scale", "v_scale" } do
-    local scale = call.format and call.format[name]
-    if scale ~= nil then
-      a[name], a["keep_" .. name] = lua_kernel.pointer_of(scale[0], dev)
-    end
-  end
+  lua_kernel.take_pages(a, { memory = call.cache, format = call.format }, dev)
   a.read_q = lua_kernel.reader(a.q, call.q:type())
-  a.read_cache = lua_kernel.reader(a.cache, call.cache:type())
   return a
 end
 
@@ -73,8 +67,8 @@ local function keys_of(call, a, d, blocks, kv_head, query, position, length)
       local at = block.logical * d.block_size + token
       if at >= first and at <= last and not tree_hides(a, d, query, length - 1 - at) then
         positions[n] = at
-        keys[n] = d.key_row(block.physical, kv_head, token)
-        values[n] = d.value_row(block.physical, kv_head, token)
+        keys[n] = a.key_row(block.physical, kv_head, token)
+        values[n] = a.value_row(block.physical, kv_head, token)
         n = n + 1
       end
     end
@@ -130,7 +124,6 @@ local function sizes_of(call)
   local p = pages.of(call.cache, call.format)
   local selection, slots = call.selection, call.slots
   return { kv_heads = p.kv_heads, block_size = p.block_size, dim = p.key.dim,
-    key_row = pages.rows(p, p.key), value_row = pages.rows(p, p.value),
     blocks = call.cache:size(0), heads = call.q:size(1), tokens = call.q:size(0),
     seqs = call.lens:size(0), width = call.tables:size(1),
     entries = selection and selection:size(2),

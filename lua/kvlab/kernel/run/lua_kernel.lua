@@ -5,6 +5,7 @@ local library = require "kvlab.library"
 local numbers = require "kvlab.kernel.run.numbers"
 local pages = require "kvlab.tensor.pages"
 local place = require "kvlab.kernel.expression.place"
+local tensor = require "kvlab.tensor.arithmetic"
 
 local C, check = library.C, library.check
 local M = {}
@@ -37,12 +38,35 @@ function M.pointer_of(t, dev)
   return ffi.cast(types[library.dtype_names[t.dtype]], memory), memory
 end
 
+--- K and V of packed pages as f32 on the device, one after the other, and functions that
+-- find rows.
+local function unpack_pages(a, t, p)
+  local heads, size, dim = p.kv_heads, p.block_size, p.key.dim
+  local n, dev = tonumber(p.blocks), t.memory.device
+  local all = tensor.tensor(dev, "f32", { 2, n, heads, size, dim })
+  check(C.kvl_read_blocks(t.memory, t.format, tensor.arange(dev, "i32", n), all:index(0),
+    all:index(1)))
+  check(C.kvl_device_sync(dev))
+  local function row(of, block, kv_head, token)
+    return (((of * n + block) * heads + kv_head) * size + token) * dim
+  end
+  a.key_row = function(...) return row(0, ...) end
+  a.value_row = function(...) return row(1, ...) end
+  return all
+end
+
 --- Pages as Lua kernels take them: numbers by index, and functions that find rows.
 local function take_pages(a, t, dev)
   local p = pages.of(t.memory, t.format)
-  a.cache, a.keep_cache = M.pointer_of(t.memory, dev)
+  local memory = t.memory
+  if p.key.groups > 0 then
+    memory = unpack_pages(a, t, p)
+  else
+    a.key_row, a.value_row = pages.rows(p, p.key), pages.rows(p, p.value)
+  end
+  a.cache, a.keep_cache = M.pointer_of(memory, dev)
+  a.read_cache, a.keep_memory = M.reader(a.cache, memory:type()), memory
   a.cache_blocks = tonumber(p.blocks)
-  a.key_row, a.value_row = pages.rows(p, p.key), pages.rows(p, p.value)
   for _, name in ipairs { "k_scale", "v_scale" } do
     local scale = t.format and t.format[name]
     if scale ~= nil then a[name], a["keep_" .. name] = M.pointer_of(scale[0], dev) end

@@ -1,15 +1,17 @@
 --- Shows what an expression becomes: expression:source "cuda".
+local ffi = require "ffi"
 local expression = require "kvlab.kernel.expression.expression"
 local device = require "kvlab.tensor.device"
 local kernel = require "kvlab.kernel.run.kernel"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local pages = require "kvlab.tensor.pages"
 local place = require "kvlab.kernel.expression.place"
 
 local M = {}
 
 -- What is not said about the cache and the consts.
-M.DTYPE, M.GROUP, M.BLOCK_SIZE, M.HEAD_DIM, M.KV_HEADS, M.OWN = "f32", 4, 16, 128, 8, 64
+M.FORMAT, M.GROUP, M.BLOCK_SIZE, M.HEAD_DIM, M.KV_HEADS, M.OWN = "f32", 4, 16, 128, 8, 64
 
 local IS_SCORE = { q = true, position = true, block = true, blocks = true, length = true }
 
@@ -30,7 +32,7 @@ end
 --- The options of a plan, with a size for every dimension.
 local function plan_options(o)
   local own = o.sizes or {}
-  local all = { dtype = o.dtype or M.DTYPE, group = o.group or M.GROUP, layers = 1,
+  local all = { codec = o.format or M.FORMAT, group = o.group or M.GROUP, layers = 1,
     block_size = o.block_size or M.BLOCK_SIZE, head_dim = o.head_dim or M.HEAD_DIM,
     kv_heads = M.KV_HEADS }
   local sizes = { head = all.group, token = all.block_size, dim = all.head_dim,
@@ -58,7 +60,7 @@ end
 
 local SOURCE = {
   place = options.one_of("summary", "score", "map", "emit", "prompt"),
-  dtype = options.one_of("f32", "f16", "bf16", "f8e4m3"), group = options.count,
+  format = options.one_of(unpack(pages.NAMES)), group = options.count,
   block_size = options.within(1, 4096), head_dim = options.within(8, 256),
   summary = options.table, sizes = options.table,
 }
@@ -70,7 +72,7 @@ local TARGET = options.one_of("c", "cuda", "lua")
 -- summary. The place "prompt" is an emit in prefill.
 ---@param target string
 ---@param o? table  place: summary, score, map, emit or prompt, if it is another one;
---                  dtype (f32) of the cache, group (4), block_size (16), head_dim
+--                  format (f32) of the cache, group (4), block_size (16), head_dim
 --                  (128); summary: the fields that a score reads, as in a policy; sizes:
 --                  of dimensions of consts that are not the model's, by name (64 each)
 ---@return string
@@ -92,7 +94,9 @@ end
 function M.bytes(plan, blocks)
   local sizes, bytes = plan.sizes, plan.place == "score" and 4 or 0
   local function size(dtype) return library.C.kvl_dtype_bytes(library.dtypes[dtype]) end
-  local page = sizes.token * sizes.dim * size(plan.dtype)
+  local page = tonumber(library.C.kvl_format_bytes_page(ffi.new("kvl_format", {
+    codec = pages.CODECS[plan.codec].number, kv_heads = 1, block_size = sizes.token,
+    key_dim = sizes.dim, value_dim = sizes.dim }))) / 2
   if plan.place == "map" then
     bytes = 4 * (#plan.inputs + 1)
   else

@@ -100,7 +100,7 @@ local function attach(value, dev)
     or map.is_map(value) and policy_of_map(value) or copy_of(value)
   policy.attach(p, { device = dev, layers = 1, blocks = BLOCKS,
     block_size = show.BLOCK_SIZE, heads = show.KV_HEADS * show.GROUP,
-    kv_heads = show.KV_HEADS, head_dim = show.HEAD_DIM, dtype = show.DTYPE,
+    kv_heads = show.KV_HEADS, head_dim = show.HEAD_DIM, dtype = show.FORMAT,
     max_blocks = BLOCKS, scale = 1 / math.sqrt(show.HEAD_DIM), max_seqs = 1 })
   kernel_hook.emitters(p.prefill and p or {}, p) -- opens those of a prefill
   return p
@@ -150,7 +150,7 @@ local function context(p, dev)
     tables = tensor.arange(dev, "i32", BLOCKS):reshape { 1, BLOCKS },
     lens = tensor.full(dev, "i32", { 1 }, BLOCKS * show.BLOCK_SIZE),
     query = tensor.randn(dev, "f32", { 1, show.KV_HEADS * show.GROUP, show.HEAD_DIM }),
-    cache = tensor.randn(dev, show.DTYPE, { BLOCKS, 2, show.KV_HEADS, show.BLOCK_SIZE,
+    cache = tensor.randn(dev, show.FORMAT, { BLOCKS, 2, show.KV_HEADS, show.BLOCK_SIZE,
       show.HEAD_DIM }, { seed = 1 }),
     format = p.shape.format }
   local scores = tensor.tensor(dev, "f32", { 1, show.KV_HEADS, BLOCKS })
@@ -209,7 +209,7 @@ function M.time(value)
   end
   return { "kernel", "median", "best", "bytes", "a read of as many" }, rows,
     ("one sequence of %d tokens on %s: %s, %d KV heads, group %d, head_dim %d, blocks of "
-      .. "%d"):format(BLOCKS * show.BLOCK_SIZE, dev:name(), show.DTYPE, show.KV_HEADS,
+      .. "%d"):format(BLOCKS * show.BLOCK_SIZE, dev:name(), show.FORMAT, show.KV_HEADS,
       show.GROUP, show.HEAD_DIM, show.BLOCK_SIZE)
 end
 
