@@ -37,6 +37,17 @@ local function poison_values(memory, o)
   end
 end
 
+--- Makes the first number of each 64 of a row 127, so that the scales of int8 are 1 and it
+-- holds whole numbers as they are.
+local function give_scales(memory, o)
+  for row = 0, #memory / o.head_dim - 1 do
+    for dim = 0, o.head_dim - 1, 64 do
+      local at = row * o.head_dim + dim + 1
+      if memory[at] == memory[at] then memory[at] = 127 end
+    end
+  end
+end
+
 --- A layer of a small cache, with tables and queries of some sequences.
 ---@param o table  dtype, group, kv_heads, block_size, head_dim, lens, blocks, scaled,
 --                  id: of a policy and a shape (see once),
@@ -65,8 +76,12 @@ function M.cache(dev, o, seed)
   c.width, c.seqs = width + 1, seqs
   c.memory = numbers(o.blocks * 2 * o.kv_heads * o.block_size * o.head_dim)
   if o.poison then poison_values(c.memory, o) end
+  if o.dtype == "int8" then give_scales(c.memory, o) end
   c.layer = kv.from(c.dev, "f32",
-    { o.blocks, 2, o.kv_heads, o.block_size, o.head_dim }, c.memory):cast(o.dtype)
+    { o.blocks, 2, o.kv_heads, o.block_size, o.head_dim }, c.memory)
+  local int8
+  if o.dtype == "int8" then c.layer, int8 = support.int8_pages(c.layer)
+  else c.layer = c.layer:cast(o.dtype) end
   local q
   c.q, q = make { seqs, o.kv_heads * o.group, o.head_dim }
   c.query = q:cast(o.q_dtype or "f32")
@@ -88,7 +103,10 @@ function M.cache(dev, o, seed)
   if o.scaled then
     c.k_scale = kv.from(c.dev, "f32", { o.kv_heads }, o.scaled)
   end
-  c.format = support.formats_of(c.layer, c.k_scale, c.k_scale)
+  c.format = int8 and { name = "int8", dtype = "bf16", of = function() return int8 end,
+                        scales = function() end,
+                        bytes_page = function() return c.layer:size(1) end }
+    or support.formats_of(c.layer, c.k_scale, c.k_scale)
   return c
 end
 

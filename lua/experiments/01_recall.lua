@@ -25,7 +25,8 @@
 --
 -- unit: ratio (a budget is a share of the context's blocks), tokens or blocks. memory:
 -- resident (KV on the device), ring or hot (KV in host memory, read through a ring or a
--- hot cache); all of them give the same accuracies.
+-- hot cache); all of them give the same accuracies. format: f32, f16, bf16, f8e4m3 or
+-- int8 is what K and V are kept in.
 local kv = require "kvlab"
 local exam = require "models.recall.exam"
 
@@ -44,7 +45,7 @@ local function exam_of(config)
   local o = { offload = offload_of(config.memory, exam.QUERIES
     * math.ceil((config.context + 8) / config.block_size)) }
   for _, name in ipairs { "context", "prompts", "needles", "block_size", "seed",
-                          "question" } do
+                          "question", "format" } do
     o[name] = config[name]
   end
   return o
@@ -83,7 +84,7 @@ kv.experiment.run {
       when = function(config) return config.policy ~= "full" end },
   },
   defaults = { prompts = 8, needles = 32, block_size = 16, memory = "resident",
-               question = "decode", unit = "ratio" },
+               question = "decode", unit = "ratio", format = "bf16" },
   quick = { context = { 512, 1024 }, prompts = 2 },
   proportions = { accuracy = "questions", "attention_mass", "bytes_share" },
   metrics = { "accuracy", "attention_mass", "output_error", "blocks_read", "bytes_read",

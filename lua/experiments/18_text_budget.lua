@@ -21,7 +21,8 @@
 --
 -- model: a name that ./kvlab get knows, a folder of Hugging Face or a GGUF file. text: a
 -- file for perplexity, or kjv, the King James Bible of Debian's package bible-kjv-text.
--- Without a model here, a small one with random weights reads made-up sentences (model =
+-- format: what K and V are kept in (f32, f16, bf16, f8e4m3 or int8; model: the model's
+-- dtype). Without a model here, a small one with random weights reads made-up sentences (model =
 -- sample). It only serves as a test: its answers are never right.
 local downloads = require "kvlab.downloads"
 local files = require "kvlab.files"
@@ -66,6 +67,7 @@ local function open(o)
     opener.for_experiment)
   local task = task_of(o, out)
   local engine = loaded.model:engine { block_size = o.block_size,
+    format = o.format ~= "model" and o.format or nil,
     max_seqs = math.min(o.examples, 64),
     blocks = readings.blocks(task, o.examples, o.block_size),
     max_blocks = math.ceil(task.length / o.block_size) + 2 }
@@ -105,7 +107,7 @@ local function policy_of(config)
 end
 
 local KEYS = { "model", "dtype", "task", "length", "decode", "examples", "text",
-               "question", "chat", "block_size", "seed" }
+               "question", "chat", "block_size", "format", "seed" }
 
 local function run(config, settings)
   out = settings.out
@@ -218,7 +220,8 @@ kv.experiment.run {
   },
   defaults = { model = downloads.find "smollm2" and kv.task.has_kjv() and "smollm2"
                  or "sample", text = "kjv", length = 2048, decode = 64, examples = 8,
-               block_size = 16, question = "decode", chat = false, dtype = "bf16" },
+               block_size = 16, question = "decode", chat = false, dtype = "bf16",
+               format = "model" },
   quick = { task = { "perplexity", "needle" }, budget = { 0.1 }, length = 512,
             decode = 24, examples = 4 },
   proportions = { score = "zero_one", "attention_mass", "bytes_share" },

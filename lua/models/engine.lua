@@ -40,6 +40,7 @@
 -- embed, forward_layer, states and logits run at every step and may be recorded in a
 -- graph: they allocate nothing and never wait for the device.
 local arguments = require "kvlab.arguments"
+local formats = require "kvlab.memory.formats"
 local kv = require "kvlab"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
@@ -68,7 +69,7 @@ local OPTIONS = {
   policy = POLICY, prefill_policy = POLICY, blocks = options.count,
   block_size = options.count, max_seqs = options.count, chunk = options.count,
   max_blocks = options.count, offload = OFFLOAD, graph = options.boolean,
-  format = options.one_of("f32", "f16", "bf16", "f8e4m3", "int8"),
+  format = options.one_of(unpack(formats.NAMES)),
 }
 local SIZES = { "layers", "heads", "kv_heads", "head_dim", "hidden", "vocab" }
 local FUNCTIONS = { "buffers", "views", "embed", "forward_layer", "states", "logits" }
@@ -110,9 +111,10 @@ end
 ---@param o? table  policy: selects in decode (full), prefill_policy: in prefill (full);
 --                  blocks of the cache (1024), block_size in tokens (16), max_seqs: most
 --                  sequences of a step (16), chunk: most tokens of a prefill step (512),
---                  max_blocks of one sequence (all), format of a page (the model's dtype), offload:
---                  keeps KV in host memory, with these options of kv.cache's offload,
---                  graph: records decode steps once and replays them (false)
+--                  max_blocks of one sequence (all), format of the cache (the model's
+--                  dtype), offload: keeps KV in host memory, with these options of
+--                  kv.cache's offload, graph: records decode steps once and replays them
+--                  (false)
 ---@return models.Engine
 function M.new(model, o)
   o = options.check("engine", o, OPTIONS)

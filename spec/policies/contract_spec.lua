@@ -139,11 +139,13 @@ local function prefill_contract(name, dev)
     end
   end)
 
-  it("works over an f8e4m3 cache", function()
-    local dense = whole { format = "f8e4m3" }
-    support.close((run { ratio = 1, chunk = 64, format = "f8e4m3" }), dense, 3e-6, 3e-6)
-    run { ratio = 0.3, chunk = 64, format = "f8e4m3", dtype = "bf16" }
-  end)
+  for _, format in ipairs(support.formats_of_8_bits(dev)) do
+    it("works over a cache of " .. format, function()
+      local dense = whole { format = format }
+      support.close((run { ratio = 1, chunk = 64, format = format }), dense, 3e-6, 3e-6)
+      run { ratio = 0.3, chunk = 64, format = format, dtype = "bf16" }
+    end)
+  end
 end
 
 local function contract(name, dev)
@@ -269,17 +271,19 @@ local function contract(name, dev)
     end
   end)
 
-  it("works over an f8e4m3 cache", function()
-    local function steps(policy, o)
-      return rig.decode(dev, { policy = policy, options = o, steps = 2,
-                               lengths = { 100, 33 }, format = "f8e4m3" }).steps
-    end
-    local dense, all = steps("full"), everything(name, { ratio = 1 })
-    for i, step in ipairs(all and steps(name, all) or {}) do
-      support.close(step.out, dense[i].out, 2e-6, 2e-6, name)
-    end
-    steps(name, { ratio = 0.3, min_blocks = 0 })
-  end)
+  for _, format in ipairs(support.formats_of_8_bits(dev)) do
+    it("works over a cache of " .. format, function()
+      local function steps(policy, o)
+        return rig.decode(dev, { policy = policy, options = o, steps = 2,
+                                 lengths = { 100, 33 }, format = format }).steps
+      end
+      local dense, all = steps("full"), everything(name, { ratio = 1 })
+      for i, step in ipairs(all and steps(name, all) or {}) do
+        support.close(step.out, dense[i].out, 2e-6, 2e-6, name)
+      end
+      steps(name, { ratio = 0.3, min_blocks = 0 })
+    end)
+  end
 end
 
 --- What the policy declares, on a device.

@@ -7,6 +7,7 @@
 --                               block_size = 16, seed = 1 }
 --   local result = sitting:ask(kv.policy("quest", { ratio = 0.05 }))
 local arguments = require "kvlab.arguments"
+local formats = require "kvlab.memory.formats"
 local kv = require "kvlab"
 local llama = require "models.llama"
 local objects = require "kvlab.memory.objects"
@@ -52,6 +53,7 @@ local OPTIONS = {
   block_size = options.required(options.count), seed = options.any_integer,
   question = options.one_of("decode", "prompt", "row", "chain", "sum"),
   hops = options.count, even = options.boolean, offload = OFFLOAD,
+  format = options.one_of(unpack(formats.NAMES)),
 }
 
 --- Raises unless an exam can be opened with these options.
@@ -71,7 +73,7 @@ end
 --                 the last answer counts; in a sum all answers are added, and the sum
 --                 counts. The exam does the naming and adding ("decode"); even: spreads
 --                 the needles evenly (false); offload: keeps KV in host memory, with
---                 these options of kv.cache's offload
+--                 these options of kv.cache's offload; format: of the cache (bf16)
 ---@return models.recall.Exam
 function M.open(o)
   o = options.check("exam.open", o, OPTIONS)
@@ -92,6 +94,7 @@ function M.open(o)
     blocks = o.prompts * blocks + M.QUERIES * (2 + math.ceil(6 * hops / o.block_size)),
     block_size = o.block_size,
     max_seqs = M.QUERIES, max_blocks = blocks, offload = o.offload,
+    format = o.format,
   }
   local seed = o.seed or 0
   for i = 1, o.prompts do
