@@ -14,46 +14,53 @@ enum { BYTES_PART = 16 * 1024 };
 /* ---- life ------------------------------------------------------------------------------ */
 
 /* A copy of a header, "" where there is none; NULL when memory is out. */
-static char *header_of(kvl_http *http, struct MHD_Connection *c, const char *name) {
-  const char *text = http->mhd->MHD_lookup_connection_value(c, MHD_HEADER_KIND, name);
+static char *header_of(struct MHD_Connection *c, const char *name) {
+  const char *text = kvl__mhd.MHD_lookup_connection_value(c, MHD_HEADER_KIND, name);
   return strdup(text ? text : "");
 }
 
 static void exchange_free(kvl_http_exchange *e) {
-  if (e->response) e->http->mhd->MHD_destroy_response(e->response);
+  if (e->response) kvl__mhd.MHD_destroy_response(e->response);
   free(e->method), free(e->path), free(e->authorization), free(e->host), free(e->origin);
   free(e->body), free(e->out);
   free(e);
 }
 
-kvl_http_exchange *kvl__exchange_open(kvl_http *http, struct MHD_Connection *connection,
-                                      int file, const char *method, const char *path) {
+kvl_http_exchange *kvl__exchange_open(struct kvl__shared *s,
+                                      struct MHD_Connection *connection, int file,
+                                      const char *method, const char *path) {
   kvl_http_exchange *e = kvl__malloc(sizeof *e, "an exchange");
   if (!e) return NULL;
-  *e = (kvl_http_exchange){.http = http, .connection = connection, .file = file, .refs = 1};
+  *e = (kvl_http_exchange){.shared = s, .connection = connection, .file = file, .refs = 1};
   e->method = strdup(method);
   e->path = strdup(path);
-  e->authorization = header_of(http, connection, MHD_HTTP_HEADER_AUTHORIZATION);
-  e->host = header_of(http, connection, MHD_HTTP_HEADER_HOST);
-  e->origin = header_of(http, connection, "Origin");
+  e->authorization = header_of(connection, MHD_HTTP_HEADER_AUTHORIZATION);
+  e->host = header_of(connection, MHD_HTTP_HEADER_HOST);
+  e->origin = header_of(connection, "Origin");
   if (!e->method || !e->path || !e->authorization || !e->host || !e->origin) {
     exchange_free(e);
     return NULL;
   }
-  http->refs++;
+  s->refs++;
   return e;
+}
+
+void kvl__shared_unlock(struct kvl__shared *s) {
+  int refs = s->refs;
+  pthread_mutex_unlock(&s->lock);
+  if (refs == 0) free(s);
 }
 
 void kvl__exchange_unref(kvl_http_exchange *e) {
   if (--e->refs > 0) return;
-  e->http->refs--;
+  e->shared->refs--;
   exchange_free(e);
 }
 
 void kvl__exchange_resume(kvl_http_exchange *e) {
   if (!e->is_suspended || !e->connection) return;
   e->is_suspended = 0;
-  e->http->mhd->MHD_resume_connection(e->connection);
+  kvl__mhd.MHD_resume_connection(e->connection);
 }
 
 int kvl_http_exchange_request(const kvl_http_exchange *exchange, kvl_http_request *out) {
@@ -71,47 +78,46 @@ int kvl_http_exchange_request(const kvl_http_exchange *exchange, kvl_http_reques
 
 int kvl_http_exchange_is_gone(kvl_http_exchange *exchange) {
   KVL__NEED(exchange);
-  kvl_http *http = exchange->http;
-  pthread_mutex_lock(&http->lock);
+  struct kvl__shared *s = exchange->shared;
+  pthread_mutex_lock(&s->lock);
   int is_gone = 1;
   if (exchange->connection) {
     struct pollfd at = {.fd = exchange->file, .events = POLLRDHUP};
     is_gone = poll(&at, 1, 0) > 0 && at.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL);
   }
-  pthread_mutex_unlock(&http->lock);
+  pthread_mutex_unlock(&s->lock);
   return is_gone;
 }
 
 /* ---- answers --------------------------------------------------------------------------- */
 
 /* Adds a header "Name: value". */
-static int add_header(const struct kvl__mhd *mhd, struct MHD_Response *response,
-                      const char *header) {
+static int add_header(struct MHD_Response *response, const char *header) {
   const char *colon = strchr(header, ':');
   char name[64];
   if (!colon || colon - header >= (long)sizeof name) return 0;
   memcpy(name, header, (size_t)(colon - header));
   name[colon - header] = 0;
-  return mhd->MHD_add_response_header(response, name, colon + 1 + strspn(colon + 1, " ")) ==
-         MHD_YES;
+  return kvl__mhd.MHD_add_response_header(response, name,
+                                          colon + 1 + strspn(colon + 1, " ")) == MHD_YES;
 }
 
 /* Gives the exchange its response, and lets libmicrohttpd send it. */
 static int set_response(kvl_http_exchange *e, int status, struct MHD_Response *response,
                         const char *type, const char *header, int is_stream) {
-  const struct kvl__mhd *mhd = e->http->mhd;
   if (!response) return kvl__fail(KVL_ERR_NO_MEMORY, "http: no host memory for an answer");
-  if (mhd->MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, type) != MHD_YES ||
-      (header && !add_header(mhd, response, header))) {
-    mhd->MHD_destroy_response(response);
+  if (kvl__mhd.MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, type) !=
+          MHD_YES ||
+      (header && !add_header(response, header))) {
+    kvl__mhd.MHD_destroy_response(response);
     return kvl__fail(KVL_ERR_INVALID, "http: content type \"%s\" or header \"%s\" is none",
                      type, header ? header : "");
   }
-  pthread_mutex_lock(&e->http->lock);
+  pthread_mutex_lock(&e->shared->lock);
   e->response = response;
   e->status = status, e->is_stream = is_stream, e->has_answer = 1;
   kvl__exchange_resume(e);
-  pthread_mutex_unlock(&e->http->lock);
+  pthread_mutex_unlock(&e->shared->lock);
   return KVL_OK;
 }
 
@@ -119,10 +125,10 @@ static int set_response(kvl_http_exchange *e, int status, struct MHD_Response *r
 static ssize_t read_stream(void *context, uint64_t at, char *to, size_t most) {
   (void)at;
   kvl_http_exchange *e = context;
-  kvl_http *http = e->http;
+  struct kvl__shared *s = e->shared;
   ssize_t count = 0;
-  pthread_mutex_lock(&http->lock);
-  if (http->is_over || (http->is_closing && !e->is_ended)) {
+  pthread_mutex_lock(&s->lock);
+  if (s->is_over || (s->is_closing && !e->is_ended)) {
     count = MHD_CONTENT_READER_END_WITH_ERROR;
   } else if (e->bytes_out > 0) {
     count = (ssize_t)(e->bytes_out < most ? e->bytes_out : most);
@@ -132,9 +138,9 @@ static ssize_t read_stream(void *context, uint64_t at, char *to, size_t most) {
     count = MHD_CONTENT_READER_END_OF_STREAM;
   } else {
     e->is_suspended = 1;
-    http->mhd->MHD_suspend_connection(e->connection);
+    kvl__mhd.MHD_suspend_connection(e->connection);
   }
-  pthread_mutex_unlock(&http->lock);
+  pthread_mutex_unlock(&s->lock);
   return count;
 }
 
@@ -155,7 +161,7 @@ int kvl_http_exchange_answer(kvl_http_exchange *exchange, int status, const char
                      status, (long long)bytes);
   int problem = check_first(exchange, "kvl_http_exchange_answer");
   if (problem < 0) return problem;
-  struct MHD_Response *response = exchange->http->mhd->MHD_create_response_from_buffer(
+  struct MHD_Response *response = kvl__mhd.MHD_create_response_from_buffer(
       (size_t)bytes, (void *)(uintptr_t)body, MHD_RESPMEM_MUST_COPY);
   return set_response(exchange, status, response, type, header, 0);
 }
@@ -165,7 +171,7 @@ int kvl_http_exchange_begin(kvl_http_exchange *exchange, const char *type) {
   KVL__NEED(type);
   int problem = check_first(exchange, "kvl_http_exchange_begin");
   if (problem < 0) return problem;
-  struct MHD_Response *response = exchange->http->mhd->MHD_create_response_from_callback(
+  struct MHD_Response *response = kvl__mhd.MHD_create_response_from_callback(
       MHD_SIZE_UNKNOWN, BYTES_PART, read_stream, exchange, NULL);
   return set_response(exchange, 200, response, type, "Cache-Control: no-cache", 1);
 }
@@ -191,7 +197,7 @@ int kvl_http_exchange_send(kvl_http_exchange *exchange, const char *bytes, int64
   if (!e->is_stream || count < 0)
     return kvl__fail(KVL_ERR_INVALID, "kvl_http_exchange_send: %s",
                      count < 0 ? "count is negative" : "no answer in parts was begun");
-  pthread_mutex_lock(&e->http->lock);
+  pthread_mutex_lock(&e->shared->lock);
   int result = 0;
   if (e->connection) {
     result = make_room(e, (size_t)count);
@@ -202,17 +208,16 @@ int kvl_http_exchange_send(kvl_http_exchange *exchange, const char *bytes, int64
       result = e->bytes_out > INT32_MAX ? INT32_MAX : (int)e->bytes_out;
     }
   }
-  pthread_mutex_unlock(&e->http->lock);
+  pthread_mutex_unlock(&e->shared->lock);
   return result;
 }
 
 void kvl_http_exchange_close(kvl_http_exchange *exchange) {
   if (!exchange) return;
-  kvl_http *http = exchange->http;
-  pthread_mutex_lock(&http->lock);
+  struct kvl__shared *s = exchange->shared;
+  pthread_mutex_lock(&s->lock);
   exchange->is_ended = 1;
   kvl__exchange_resume(exchange); /* without an answer, it is turned away */
-  http->refs++;
   kvl__exchange_unref(exchange);
-  kvl__http_leave(http);
+  kvl__shared_unlock(s);
 }

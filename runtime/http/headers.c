@@ -42,10 +42,10 @@ static enum MHD_Result look_at(void *context, enum MHD_ValueKind kind, const cha
   return MHD_YES;
 }
 
-int kvl__headers_check(kvl_http *http, struct MHD_Connection *c, const char *method,
-                       const char *version) {
+int kvl__headers_check(struct MHD_Connection *c, const char *method, const char *version,
+                       int64_t most) {
   struct seen seen = {0};
-  http->mhd->MHD_get_connection_values_n(c, MHD_HEADER_KIND, look_at, &seen);
+  kvl__mhd.MHD_get_connection_values_n(c, MHD_HEADER_KIND, look_at, &seen);
   if (seen.is_malformed || !is_token(method, strlen(method))) return KVL_HTTP_MALFORMED;
   for (int i = 0; i < ONCE_COUNT; i++)
     if (seen.count[i] > 1) return KVL_HTTP_HEADER_TWICE;
@@ -57,7 +57,6 @@ int kvl__headers_check(kvl_http *http, struct MHD_Connection *c, const char *met
   if (seen.value[EXPECT] && strcasecmp(seen.value[EXPECT], "100-continue") != 0)
     return KVL_HTTP_WRONG_EXPECTATION;
   /* libmicrohttpd has seen to it that the length is a whole number of 64 bits. */
-  if (length && strtoull(length, NULL, 10) > (uint64_t)http->bytes_body)
-    return KVL_HTTP_TOO_LARGE;
+  if (length && strtoull(length, NULL, 10) > (uint64_t)most) return KVL_HTTP_TOO_LARGE;
   return -1;
 }

@@ -35,10 +35,33 @@ static const struct {
                             {400, "Bad Request"},         {400, "Bad Request"},
                             {400, "Bad Request"},         {417, "Expectation Failed"}};
 
+/* A connection, from accept to close. */
+struct visit {
+  int file;
+  int is_extra;                /* beyond the limit: its request gets 503 */
+  int had_request;             /* one was answered before */
+  int is_told;                 /* it was turned away; what still comes is read and dropped */
+  kvl_http_exchange *exchange; /* that is open */
+  int64_t ns_since; /* since when a request is awaited; 0 while one is being answered */
+  struct visit *before, *next;
+};
+
+struct kvl_http {
+  struct MHD_Daemon *daemon;
+  struct kvl__shared *shared;
+  pthread_cond_t changed; /* a request has arrived, or an exchange is over */
+  int port, connections_max, extra_max;
+  int64_t bytes_body, ns_arrival, ns_reaped;
+  char *early[KVL_HTTP_EARLY];
+  struct visit *visits;
+  kvl_http_exchange *first, *last; /* requests that wait for the caller */
+  kvl_http_stats stats;
+};
+
 /* ---- connections ----------------------------------------------------------------------- */
 
-static struct kvl__visit *visit_of(kvl_http *http, struct MHD_Connection *c) {
-  return http->mhd->MHD_get_connection_info(c, MHD_CONNECTION_INFO_SOCKET_CONTEXT)
+static struct visit *visit_of(struct MHD_Connection *c) {
+  return kvl__mhd.MHD_get_connection_info(c, MHD_CONNECTION_INFO_SOCKET_CONTEXT)
       ->socket_context;
 }
 
@@ -47,22 +70,22 @@ static enum MHD_Result accept_one(void *context, const struct sockaddr *from,
                                   socklen_t length) {
   (void)from, (void)length;
   kvl_http *http = context;
-  pthread_mutex_lock(&http->lock);
-  int is_room = !http->is_closing &&
+  pthread_mutex_lock(&http->shared->lock);
+  int is_room = !http->shared->is_closing &&
                 http->stats.connections < http->connections_max + http->extra_max;
   if (!is_room) http->stats.refused++;
-  pthread_mutex_unlock(&http->lock);
+  pthread_mutex_unlock(&http->shared->lock);
   return is_room ? MHD_YES : MHD_NO;
 }
 
 static void visit_begins(kvl_http *http, struct MHD_Connection *c, void **own) {
-  struct kvl__visit *v = kvl__malloc(sizeof *v, "a connection");
+  struct visit *v = kvl__malloc(sizeof *v, "a connection");
   *own = v;
-  pthread_mutex_lock(&http->lock);
+  pthread_mutex_lock(&http->shared->lock);
   http->stats.accepted++, http->stats.connections++;
   if (v) {
-    *v = (struct kvl__visit){
-        .file = http->mhd->MHD_get_connection_info(c, MHD_CONNECTION_INFO_CONNECTION_FD)
+    *v = (struct visit){
+        .file = kvl__mhd.MHD_get_connection_info(c, MHD_CONNECTION_INFO_CONNECTION_FD)
                     ->connect_fd,
         .is_extra = http->stats.connections > http->connections_max,
         .ns_since = kvl_clock_ns(),
@@ -70,19 +93,19 @@ static void visit_begins(kvl_http *http, struct MHD_Connection *c, void **own) {
     if (v->next) v->next->before = v;
     http->visits = v;
   }
-  pthread_mutex_unlock(&http->lock);
+  pthread_mutex_unlock(&http->shared->lock);
 }
 
 static void visit_ends(kvl_http *http, void **own) {
-  struct kvl__visit *v = *own;
-  pthread_mutex_lock(&http->lock);
+  struct visit *v = *own;
+  pthread_mutex_lock(&http->shared->lock);
   http->stats.connections--;
   if (v) {
     if (v->next) v->next->before = v->before;
     if (v->before) v->before->next = v->next;
     else http->visits = v->next;
   }
-  pthread_mutex_unlock(&http->lock);
+  pthread_mutex_unlock(&http->shared->lock);
   free(v);
   *own = NULL;
 }
@@ -95,7 +118,7 @@ static void note_connection(void *context, struct MHD_Connection *c, void **own,
 
 /* Answers a connection whose request libmicrohttpd is still reading, so that it takes no
  * answer of ours. The connection has to end then. */
-static void tell(kvl_http *http, struct kvl__visit *v, int why) {
+static void tell(kvl_http *http, struct visit *v, int why) {
   char head[160];
   size_t bytes = strlen(http->early[why]);
   int n = snprintf(head, sizeof head,
@@ -109,7 +132,7 @@ static void tell(kvl_http *http, struct kvl__visit *v, int why) {
 
 /* Ends a connection whose request takes too long. libmicrohttpd, which still reads from it,
  * then finds its end. */
-static void end_visit(kvl_http *http, struct kvl__visit *v) {
+static void end_visit(kvl_http *http, struct visit *v) {
   if (!v->had_request && !v->is_told) tell(http, v, KVL_HTTP_TOO_SLOW);
   shutdown(v->file, SHUT_RDWR);
   v->ns_since = 0;
@@ -121,58 +144,61 @@ static void reap(kvl_http *http) {
   int64_t now = kvl_clock_ns();
   if (now - http->ns_reaped < NS_REAP) return;
   http->ns_reaped = now;
-  for (struct kvl__visit *v = http->visits; v; v = v->next)
+  for (struct visit *v = http->visits; v; v = v->next)
     if (v->ns_since && now - v->ns_since > http->ns_arrival) end_visit(http, v);
 }
 
 /* ---- requests -------------------------------------------------------------------------- */
 
 static void count(kvl_http *http, int64_t *counter) {
-  pthread_mutex_lock(&http->lock);
+  pthread_mutex_lock(&http->shared->lock);
   ++*counter;
-  pthread_mutex_unlock(&http->lock);
+  pthread_mutex_unlock(&http->shared->lock);
 }
 
 /* Answers at once, before a body is read; the connection then ends. */
 static enum MHD_Result turn_away(kvl_http *http, struct MHD_Connection *c, int why) {
-  const struct kvl__mhd *mhd = http->mhd;
   count(http, why == KVL_HTTP_TOO_MANY    ? &http->stats.refused
               : why == KVL_HTTP_TOO_LARGE ? &http->stats.too_large
                                           : &http->stats.malformed);
-  struct MHD_Response *response = mhd->MHD_create_response_from_buffer(
+  struct MHD_Response *response = kvl__mhd.MHD_create_response_from_buffer(
       strlen(http->early[why]), http->early[why], MHD_RESPMEM_PERSISTENT);
   if (!response) return MHD_NO;
-  mhd->MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
-  mhd->MHD_add_response_header(response, MHD_HTTP_HEADER_CONNECTION, "close");
-  if (why == KVL_HTTP_TOO_MANY) mhd->MHD_add_response_header(response, "Retry-After", "1");
-  enum MHD_Result result = mhd->MHD_queue_response(c, (unsigned)STATUS[why].code, response);
-  mhd->MHD_destroy_response(response);
+  kvl__mhd.MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE,
+                                   "application/json");
+  kvl__mhd.MHD_add_response_header(response, MHD_HTTP_HEADER_CONNECTION, "close");
+  if (why == KVL_HTTP_TOO_MANY)
+    kvl__mhd.MHD_add_response_header(response, "Retry-After", "1");
+  enum MHD_Result result = kvl__mhd.MHD_queue_response(c, (unsigned)STATUS[why].code,
+                                                       response);
+  kvl__mhd.MHD_destroy_response(response);
   return result;
 }
 
 /* The headers of a request are there. */
 static enum MHD_Result begin(kvl_http *http, struct MHD_Connection *c, const char *path,
                              const char *method, const char *version, void **own) {
-  struct kvl__visit *v = visit_of(http, c);
+  struct visit *v = visit_of(c);
   if (!v) return MHD_NO;
-  int why = v->is_extra ? KVL_HTTP_TOO_MANY : kvl__headers_check(http, c, method, version);
+  int why = v->is_extra ? KVL_HTTP_TOO_MANY
+                        : kvl__headers_check(c, method, version, http->bytes_body);
   if (why >= 0) return turn_away(http, c, why);
-  pthread_mutex_lock(&http->lock);
-  *own = v->exchange = kvl__exchange_open(http, c, v->file, method, path);
-  pthread_mutex_unlock(&http->lock);
+  pthread_mutex_lock(&http->shared->lock);
+  *own = v->exchange = kvl__exchange_open(http->shared, c, v->file, method, path);
+  pthread_mutex_unlock(&http->shared->lock);
   return *own ? MHD_YES : MHD_NO;
 }
 
 /* A body is longer than it may be, though it did not say so in front. */
 static enum MHD_Result drop(kvl_http *http, struct MHD_Connection *c, size_t total) {
-  pthread_mutex_lock(&http->lock);
-  struct kvl__visit *v = visit_of(http, c);
+  pthread_mutex_lock(&http->shared->lock);
+  struct visit *v = visit_of(c);
   if (!v->is_told) {
     http->stats.too_large++;
     tell(http, v, KVL_HTTP_TOO_LARGE);
     shutdown(v->file, SHUT_WR);
   }
-  pthread_mutex_unlock(&http->lock);
+  pthread_mutex_unlock(&http->shared->lock);
   return total > (size_t)http->bytes_body + BYTES_DROPPED ? MHD_NO : MHD_YES;
 }
 
@@ -199,11 +225,11 @@ static enum MHD_Result collect(kvl_http *http, struct MHD_Connection *c, kvl_htt
 /* The request is there: it waits for the caller. */
 static enum MHD_Result arrive(kvl_http *http, struct MHD_Connection *c,
                               kvl_http_exchange *e) {
-  pthread_mutex_lock(&http->lock);
-  struct kvl__visit *v = visit_of(http, c);
+  pthread_mutex_lock(&http->shared->lock);
+  struct visit *v = visit_of(c);
   enum MHD_Result result = MHD_NO;
-  if (!http->is_closing && !v->is_told) {
-    http->mhd->MHD_suspend_connection(c);
+  if (!http->shared->is_closing && !v->is_told) {
+    kvl__mhd.MHD_suspend_connection(c);
     v->ns_since = 0;
     e->is_suspended = e->has_arrived = 1, e->refs = 2;
     if (http->last) http->last->next = e;
@@ -213,20 +239,20 @@ static enum MHD_Result arrive(kvl_http *http, struct MHD_Connection *c,
     pthread_cond_signal(&http->changed);
     result = MHD_YES;
   }
-  pthread_mutex_unlock(&http->lock);
+  pthread_mutex_unlock(&http->shared->lock);
   return result;
 }
 
 /* The caller has answered, or will not. */
 static enum MHD_Result give_answer(kvl_http *http, struct MHD_Connection *c,
                                    kvl_http_exchange *e) {
-  pthread_mutex_lock(&http->lock);
-  struct MHD_Response *response = http->is_over || e->is_queued ? NULL : e->response;
+  pthread_mutex_lock(&http->shared->lock);
+  struct MHD_Response *response = http->shared->is_over || e->is_queued ? NULL : e->response;
   int status = e->status;
   e->is_queued = 1;
-  pthread_mutex_unlock(&http->lock);
+  pthread_mutex_unlock(&http->shared->lock);
   if (!response) return MHD_NO;
-  return http->mhd->MHD_queue_response(c, (unsigned)status, response);
+  return kvl__mhd.MHD_queue_response(c, (unsigned)status, response);
 }
 
 /* Called by libmicrohttpd for the headers of a request, for each part of its body, at its
@@ -248,24 +274,23 @@ static void finish(void *context, struct MHD_Connection *c, void **own,
   kvl_http *http = context;
   kvl_http_exchange *e = *own;
   if (!e) return;
-  pthread_mutex_lock(&http->lock);
-  struct kvl__visit *v = visit_of(http, c);
+  pthread_mutex_lock(&http->shared->lock);
+  struct visit *v = visit_of(c);
   if (v) v->ns_since = kvl_clock_ns(), v->had_request = 1, v->exchange = NULL;
   e->connection = NULL;
   kvl__exchange_unref(e);
   *own = NULL;
   pthread_cond_signal(&http->changed);
-  pthread_mutex_unlock(&http->lock);
+  pthread_mutex_unlock(&http->shared->lock);
 }
 
 /* ---- the server ------------------------------------------------------------------------ */
 
-void kvl__http_leave(kvl_http *http) {
-  int left = --http->refs;
-  pthread_mutex_unlock(&http->lock);
-  if (left > 0) return;
+static void http_free(kvl_http *http) {
+  pthread_mutex_lock(&http->shared->lock);
+  http->shared->refs--;
+  kvl__shared_unlock(http->shared);
   pthread_cond_destroy(&http->changed);
-  pthread_mutex_destroy(&http->lock);
   for (int i = 0; i < KVL_HTTP_EARLY; i++) free(http->early[i]);
   free(http);
 }
@@ -314,7 +339,7 @@ static size_t keep_escapes(void *context, struct MHD_Connection *c, char *text) 
 }
 
 static int start(kvl_http *http, int file, int64_t us_taking) {
-  http->daemon = http->mhd->MHD_start_daemon(
+  http->daemon = kvl__mhd.MHD_start_daemon(
       MHD_USE_EPOLL_INTERNAL_THREAD | MHD_ALLOW_SUSPEND_RESUME, 0, accept_one, http, serve,
       http, MHD_OPTION_LISTEN_SOCKET, file, MHD_OPTION_CONNECTION_LIMIT,
       (unsigned)(http->connections_max + http->extra_max + 1), MHD_OPTION_CONNECTION_TIMEOUT,
@@ -345,42 +370,43 @@ static int check_options(const kvl_http_options *o) {
 int kvl_http_open(const kvl_http_options *options, kvl_http **out) {
   KVL__NEED(options);
   KVL__NEED(out);
-  int status = check_options(options), port = 0;
+  int status = check_options(options);
   if (status < 0) return status;
-  const struct kvl__mhd *mhd = kvl__mhd_load();
-  if (!mhd) return KVL_ERR_UNSUPPORTED;
+  status = kvl__mhd_load();
+  if (status < 0) return status;
   kvl_http *http = kvl__malloc(sizeof *http, "a server");
-  if (!http) return KVL_ERR_NO_MEMORY;
-  *http = (kvl_http){.mhd = mhd,
-                     .refs = 1,
+  struct kvl__shared *shared = kvl__malloc(sizeof *shared, "a server");
+  if (!http || !shared) {
+    free(http), free(shared);
+    return KVL_ERR_NO_MEMORY;
+  }
+  *shared = (struct kvl__shared){.lock = PTHREAD_MUTEX_INITIALIZER, .refs = 1};
+  *http = (kvl_http){.shared = shared,
                      .connections_max = options->connections,
                      .extra_max = 8 + options->connections / 8,
                      .bytes_body = options->bytes_body,
                      .ns_arrival = options->us_arrival * 1000};
   for (int i = 0; i < KVL_HTTP_EARLY; i++) http->early[i] = strdup(options->early[i]);
-  pthread_mutex_init(&http->lock, NULL);
   pthread_condattr_t attr;
   pthread_condattr_init(&attr);
   pthread_condattr_setclock(&attr, CLOCK_MONOTONIC); /* the clock of kvl_clock_ns */
   pthread_cond_init(&http->changed, &attr);
   pthread_condattr_destroy(&attr);
   raise_files(http->connections_max + http->extra_max + 64);
-  int file = listen_on(options->address, options->port, &port);
+  int file = listen_on(options->address, options->port, &http->port);
   status = file;
   if (file >= 0) status = start(http, file, options->us_taking);
   if (status < 0) {
-    pthread_mutex_lock(&http->lock);
-    kvl__http_leave(http);
+    http_free(http);
     return status;
   }
-  http->port = port;
   *out = http;
   return KVL_OK;
 }
 
 /* Whether an answer is complete, and not sent to its end. */
 static int is_sending(const kvl_http *http) {
-  for (const struct kvl__visit *v = http->visits; v; v = v->next)
+  for (const struct visit *v = http->visits; v; v = v->next)
     if (v->exchange && v->exchange->has_answer && v->exchange->is_ended) return 1;
   return 0;
 }
@@ -390,29 +416,28 @@ static int is_sending(const kvl_http *http) {
 static int64_t wait_for_change(kvl_http *http, int64_t now, int64_t end) {
   int64_t until = now + NS_SLICE < end ? now + NS_SLICE : end;
   struct timespec at = {until / 1000000000, until % 1000000000};
-  pthread_cond_timedwait(&http->changed, &http->lock, &at);
+  pthread_cond_timedwait(&http->changed, &http->shared->lock, &at);
   return kvl_clock_ns();
 }
 
 void kvl_http_close(kvl_http *http) {
   if (!http) return;
-  pthread_mutex_lock(&http->lock);
-  http->is_closing = 1;
+  pthread_mutex_lock(&http->shared->lock);
+  http->shared->is_closing = 1;
   while (http->first) { /* nobody will take them */
     kvl_http_exchange *e = http->first;
     http->first = e->next;
     e->refs--;
   }
   http->last = NULL;
-  for (struct kvl__visit *v = http->visits; v; v = v->next)
+  for (struct visit *v = http->visits; v; v = v->next)
     if (v->exchange) kvl__exchange_resume(v->exchange); /* none may be suspended now */
   for (int64_t now = kvl_clock_ns(), end = now + NS_CLOSE; is_sending(http) && now < end;)
     now = wait_for_change(http, now, end);
-  http->is_over = 1;
-  pthread_mutex_unlock(&http->lock);
-  http->mhd->MHD_stop_daemon(http->daemon); /* it calls finish() for every exchange */
-  pthread_mutex_lock(&http->lock);
-  kvl__http_leave(http);
+  http->shared->is_over = 1;
+  pthread_mutex_unlock(&http->shared->lock);
+  kvl__mhd.MHD_stop_daemon(http->daemon); /* it calls finish() for every exchange */
+  http_free(http);
 }
 
 int kvl_http_port(const kvl_http *http) {
@@ -423,9 +448,9 @@ int kvl_http_port(const kvl_http *http) {
 int kvl_http_stats_get(kvl_http *http, kvl_http_stats *out) {
   KVL__NEED(http);
   KVL__NEED(out);
-  pthread_mutex_lock(&http->lock);
+  pthread_mutex_lock(&http->shared->lock);
   *out = http->stats;
-  pthread_mutex_unlock(&http->lock);
+  pthread_mutex_unlock(&http->shared->lock);
   return KVL_OK;
 }
 
@@ -434,7 +459,7 @@ int kvl_http_next(kvl_http *http, int64_t timeout_us, kvl_http_exchange **out) {
   KVL__NEED(out);
   int64_t now = kvl_clock_ns(), end = now + timeout_us * 1000;
   int result = 0;
-  pthread_mutex_lock(&http->lock);
+  pthread_mutex_lock(&http->shared->lock);
   reap(http);
   while (!http->first && now < end && !kvl_interrupted()) {
     now = wait_for_change(http, now, end);
@@ -449,6 +474,6 @@ int kvl_http_next(kvl_http *http, int64_t timeout_us, kvl_http_exchange **out) {
     e->next = NULL;
     *out = e, result = 1;
   }
-  pthread_mutex_unlock(&http->lock);
+  pthread_mutex_unlock(&http->shared->lock);
   return result;
 }

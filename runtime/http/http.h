@@ -1,6 +1,5 @@
-/* The parts of a server of HTTP: connections (http.c), which libmicrohttpd's thread serves, a
- * look at the headers of each request (headers.c), and exchanges (exchange.c), which a caller
- * answers. */
+/* The parts that http.c makes a server of: a look at the headers of each request (headers.c),
+ * and exchanges (exchange.c), which a caller answers. Neither knows the server. */
 #ifndef KVL_HTTP_H
 #define KVL_HTTP_H
 
@@ -9,35 +8,21 @@
 #include "core/status.h"
 #include "http/microhttpd.h"
 
-/* A connection, from accept to close. */
-struct kvl__visit {
-  int file;
-  int is_extra;                /* beyond the limit: its request gets 503 */
-  int had_request;             /* one was answered before */
-  int is_told;                 /* it was turned away; what still comes is read and dropped */
-  kvl_http_exchange *exchange; /* that is open */
-  int64_t ns_since; /* since when a request is awaited; 0 while one is being answered */
-  struct kvl__visit *before, *next;
-};
+/* headers.c. Why a request is turned away, one of kvl_http_early; -1: it is not. A body has
+ * `most` bytes at most. */
+int kvl__headers_check(struct MHD_Connection *c, const char *method, const char *version,
+                       int64_t most);
 
-struct kvl_http {
-  const struct kvl__mhd *mhd;
-  struct MHD_Daemon *daemon;
-  pthread_mutex_t lock;   /* guards everything below, and all exchanges */
-  pthread_cond_t changed; /* a request has arrived, or an exchange is over */
-  int refs;               /* the caller's, and that of each exchange */
-  int is_closing;         /* nothing new is taken; what was answered is still sent */
-  int is_over;            /* nothing is sent either */
-  int port, connections_max, extra_max;
-  int64_t bytes_body, ns_arrival, ns_reaped;
-  char *early[KVL_HTTP_EARLY];
-  struct kvl__visit *visits;
-  kvl_http_exchange *first, *last; /* requests that wait for the caller */
-  kvl_http_stats stats;
+/* What a server and its exchanges share. The last of them frees it. */
+struct kvl__shared {
+  pthread_mutex_t lock; /* guards everything of the server and of its exchanges */
+  int refs;             /* the server's, and that of each exchange */
+  int is_closing;       /* nothing new is taken; what was answered is still sent */
+  int is_over;          /* nothing is sent either */
 };
 
 struct kvl_http_exchange {
-  kvl_http *http;
+  struct kvl__shared *shared;
   struct MHD_Connection *connection; /* NULL once it is over */
   int file;
   int refs;                  /* libmicrohttpd's and the caller's */
@@ -54,18 +39,15 @@ struct kvl_http_exchange {
   kvl_http_exchange *next;
 };
 
-/* headers.c. Why a request is turned away, one of kvl_http_early; -1: it is not. */
-int kvl__headers_check(kvl_http *http, struct MHD_Connection *c, const char *method,
-                       const char *version);
-
-/* exchange.c */
-kvl_http_exchange *kvl__exchange_open(kvl_http *http, struct MHD_Connection *connection,
-                                      int file, const char *method, const char *path);
-/* With the lock held; may free the exchange. */
+/* exchange.c. All are called with the lock held. The first unlocks, and frees what nobody
+ * refers to. */
+void kvl__shared_unlock(struct kvl__shared *s);
+kvl_http_exchange *kvl__exchange_open(struct kvl__shared *s,
+                                      struct MHD_Connection *connection, int file,
+                                      const char *method, const char *path);
+/* May free the exchange. */
 void kvl__exchange_unref(kvl_http_exchange *e);
-/* Lets libmicrohttpd go on with an exchange that it waits for. The lock is held. */
+/* Lets libmicrohttpd go on with an exchange that it waits for. */
 void kvl__exchange_resume(kvl_http_exchange *e);
-/* Drops a reference to the server; unlocks it. */
-void kvl__http_leave(kvl_http *http);
 
 #endif

@@ -6,7 +6,7 @@
 
 #include "core/status.h"
 
-static struct kvl__mhd mhd;
+struct kvl__mhd kvl__mhd;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static char problem[256]; /* why it cannot be used; empty if it can */
 
@@ -16,17 +16,18 @@ static void load(void) {
     snprintf(problem, sizeof problem, "%s", dlerror());
     return;
   }
-#define LOAD(name)                             \
-  *(void **)&mhd.name = dlsym(library, #name); \
-  if (!mhd.name) snprintf(problem, sizeof problem, "libmicrohttpd.so.12 has no %s", #name);
+#define LOAD(name)                                  \
+  *(void **)&kvl__mhd.name = dlsym(library, #name); \
+  if (!kvl__mhd.name)                               \
+    snprintf(problem, sizeof problem, "libmicrohttpd.so.12 has no %s", #name);
   KVL__MHD_FUNCTIONS(LOAD)
 #undef LOAD
 }
 
-const struct kvl__mhd *kvl__mhd_load(void) {
+int kvl__mhd_load(void) {
   pthread_once(&once, load);
-  if (!*problem) return &mhd;
-  kvl__fail(KVL_ERR_UNSUPPORTED,
-            "http: needs libmicrohttpd, the Debian package libmicrohttpd12: %s", problem);
-  return NULL;
+  if (!*problem) return KVL_OK;
+  return kvl__fail(KVL_ERR_UNSUPPORTED,
+                   "http: needs libmicrohttpd, the Debian package libmicrohttpd12: %s",
+                   problem);
 }

@@ -26,7 +26,9 @@ struct kvl__mhd {
 #undef FIELD
 };
 
-/* The functions, or NULL after a failure whose message names the package. */
-const struct kvl__mhd *kvl__mhd_load(void);
+extern struct kvl__mhd kvl__mhd;
+
+/* Opens the library, if nobody has. Its error, UNSUPPORTED, names the package. */
+int kvl__mhd_load(void);
 
 #endif
