@@ -9,9 +9,8 @@
  * and the values.
  * Source: docs/gguf.md of ggml. Its reader, too, refuses arrays of arrays, sizes that are no
  * multiple of a type's block, duplicate names, and alignments that are no power of two. */
-#include "core/tensor.h"
+#include "files/checkpoint.h"
 #include "files/dequantise.h"
-#include "files/file.h"
 
 enum {
   HEADER_BYTES_MAX = 1 << 28,            /* a vocabulary of 262 144 tokens takes 12 MB */
@@ -22,14 +21,12 @@ enum {
 };
 
 struct kvl_gguf {
-  struct kvl__file file;
+  struct kvl__checkpoint tensors;
   uint8_t *header;
   int64_t bytes_header, capacity_header; /* how much of it was read, and there is room for */
-  int64_t section;                       /* where the data begins */
   int64_t alignment;
   kvl_gguf_metadata *metadata;
-  kvl_gguf_entry *entries;
-  int metadata_count, metadata_capacity, count, capacity;
+  int metadata_count, metadata_capacity;
 };
 
 /* ---- a cursor over the header ---------------------------------------------------------- */
@@ -38,21 +35,14 @@ struct cursor {
   kvl_gguf *f;
   int64_t at; /* in the file */
   int status;
-  char what[80]; /* that is being read, for errors: key "x" */
+  char what[160]; /* that is being read, for errors: key "x" */
 };
 
 static int fail(struct cursor *c, const char *fault) {
   if (c->status >= 0)
-    c->status = kvl__fail(KVL_ERR_FORMAT, "%s: %s: %s", c->f->file.path, c->what, fault);
+    c->status = kvl__fail(KVL_ERR_FORMAT, "%s: %s: %s", c->f->tensors.file.path, c->what,
+                          fault);
   return c->status;
-}
-
-static void name_what(struct cursor *c, const char *kind, const char *name, int64_t length) {
-  char plain[48];
-  int n = 0;
-  for (; n < length && n < (int)sizeof plain - 1; n++)
-    plain[n] = name[n] >= 32 && name[n] < 127 ? name[n] : '?';
-  snprintf(c->what, sizeof c->what, "%s \"%.*s\"", kind, n, plain);
 }
 
 /* Makes room for n bytes of the header. */
@@ -70,7 +60,7 @@ static int grow(kvl_gguf *f, int64_t n) {
 static const uint8_t *take(struct cursor *c, uint64_t n) {
   kvl_gguf *f = c->f;
   if (c->status < 0) return NULL;
-  int64_t left = (int64_t)f->file.opened.st_size - c->at;
+  int64_t left = (int64_t)f->tensors.file.opened.st_size - c->at;
   if (n > (uint64_t)left) {
     fail(c, "it does not end before the file does");
     return NULL;
@@ -82,10 +72,11 @@ static const uint8_t *take(struct cursor *c, uint64_t n) {
   }
   if (end > f->bytes_header) {
     int64_t bytes = end + PART_BYTES;
-    if (bytes > (int64_t)f->file.opened.st_size) bytes = (int64_t)f->file.opened.st_size;
+    if (bytes > (int64_t)f->tensors.file.opened.st_size)
+      bytes = (int64_t)f->tensors.file.opened.st_size;
     c->status = grow(f, bytes);
     if (c->status >= 0)
-      c->status = kvl__file_read(&f->file, f->header + f->bytes_header,
+      c->status = kvl__file_read(&f->tensors.file, f->header + f->bytes_header,
                                  (size_t)(bytes - f->bytes_header), f->bytes_header);
     if (c->status < 0) return NULL;
     f->bytes_header = bytes;
@@ -108,19 +99,6 @@ static const char *take_string(struct cursor *c, int64_t *length) {
   uint64_t n = take_number(c, 8);
   const char *p = (const char *)take(c, n);
   *length = p ? (int64_t)n : 0;
-  return p;
-}
-
-/* Makes room for one more entry of a list. */
-static void *one_more(struct cursor *c, void *list, int count, int *capacity, size_t bytes) {
-  if (count < *capacity) return list;
-  int room = *capacity ? 2 * *capacity : KVL__ROOM(64, 1);
-  void *p = kvl__realloc(list, (size_t)room * bytes, "a GGUF index");
-  if (!p) {
-    c->status = KVL_ERR_NO_MEMORY;
-    return list;
-  }
-  *capacity = room;
   return p;
 }
 
@@ -157,7 +135,7 @@ static void take_metadata(struct cursor *c) {
   snprintf(c->what, sizeof c->what, "key %d", f->metadata_count);
   const char *key = take_string(c, &m.bytes_key);
   if (!key) return;
-  name_what(c, "key", key, m.bytes_key);
+  kvl__name_words("key", key, m.bytes_key, c->what, sizeof c->what);
   m.key = (const char *)(uintptr_t)(c->at - m.bytes_key);
   m.kind = (int32_t)take_number(c, 4);
   if (m.kind == KVL_GGUF_ARRAY) {
@@ -169,8 +147,8 @@ static void take_metadata(struct cursor *c) {
   }
   m.values = (const void *)(uintptr_t)c->at;
   skip_values(c, m.kind, m.count);
-  f->metadata = one_more(c, f->metadata, f->metadata_count, &f->metadata_capacity,
-                         sizeof *f->metadata);
+  f->metadata = kvl__one_more(f->metadata, f->metadata_count, &f->metadata_capacity, sizeof m,
+                              &c->status);
   if (c->status >= 0) f->metadata[f->metadata_count++] = m;
 }
 
@@ -181,29 +159,6 @@ static int by_key(const void *a, const void *b) {
   return memcmp(x->key, y->key, (size_t)x->bytes_key);
 }
 
-static int by_name(const void *a, const void *b) {
-  return strcmp((*(kvl_gguf_entry *const *)a)->name, (*(kvl_gguf_entry *const *)b)->name);
-}
-
-static int by_offset(const void *a, const void *b) {
-  const kvl_gguf_entry *x = *(kvl_gguf_entry *const *)a, *y = *(kvl_gguf_entry *const *)b;
-  if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
-  return (x->bytes > y->bytes) - (x->bytes < y->bytes); /* empty tensors first */
-}
-
-/* Pointers to the `count` elements of a list, sorted; NULL after a failure. */
-static void **sorted(struct cursor *c, void *list, int count, size_t bytes,
-                     int (*order)(const void *, const void *)) {
-  void **pointers = kvl__malloc(((size_t)count + 1) * sizeof *pointers, "a GGUF index");
-  if (!pointers) {
-    c->status = KVL_ERR_NO_MEMORY;
-    return NULL;
-  }
-  for (int i = 0; i < count; i++) pointers[i] = (char *)list + (size_t)i * bytes;
-  qsort(pointers, (size_t)count, sizeof *pointers, order);
-  return pointers;
-}
-
 /* Offsets become pointers, and no key may occur twice. */
 static void finish_metadata(struct cursor *c) {
   kvl_gguf *f = c->f;
@@ -211,11 +166,11 @@ static void finish_metadata(struct cursor *c) {
     f->metadata[i].key = (const char *)f->header + (uintptr_t)f->metadata[i].key;
     f->metadata[i].values = f->header + (uintptr_t)f->metadata[i].values;
   }
-  kvl_gguf_metadata **list = (kvl_gguf_metadata **)sorted(c, f->metadata, f->metadata_count,
-                                                          sizeof *f->metadata, by_key);
+  kvl_gguf_metadata **list = kvl__sorted(f->metadata, f->metadata_count, sizeof **list,
+                                         by_key, &c->status);
   for (int i = 1; list && i < f->metadata_count; i++)
     if (!by_key(&list[i - 1], &list[i])) {
-      name_what(c, "key", list[i]->key, list[i]->bytes_key);
+      kvl__name_words("key", list[i]->key, list[i]->bytes_key, c->what, sizeof c->what);
       fail(c, "it occurs twice");
     }
   free(list);
@@ -223,98 +178,60 @@ static void finish_metadata(struct cursor *c) {
 
 /* ---- tensors --------------------------------------------------------------------------- */
 
-static void check_shape(struct cursor *c, kvl_gguf_entry *e) {
+static void check_shape(struct cursor *c, struct kvl__entry *e) {
   const struct kvl__stored *type = kvl__stored_type((uint32_t)e->type);
+  char text[96];
+  int64_t row = e->ndim > 0 ? e->shape[e->ndim - 1] : 1;
   if (!type) {
-    char text[64];
     snprintf(text, sizeof text, "type %d, which kvlab does not know", e->type);
     fail(c, text);
-    return;
+  } else if (e->ndim > 0 && row % type->values) {
+    snprintf(text, sizeof text, "rows of %lld numbers, but %s has them in blocks of %d",
+             (long long)row, type->name, type->values);
+    fail(c, text);
+  } else if (row % type->values) {
+    fail(c, "a single number in blocks");
+  } else {
+    c->status = kvl__entry_size(&c->f->tensors, e, type->values, type->bytes);
   }
-  int64_t blocks = 1;
-  for (int i = 0; i < e->ndim; i++) {
-    int64_t size = e->shape[i];
-    if (i == e->ndim - 1) {
-      if (size % type->values) {
-        char text[96];
-        snprintf(text, sizeof text, "rows of %lld numbers, but %s has them in blocks of %d",
-                 (long long)size, type->name, type->values);
-        fail(c, text);
-        return;
-      }
-      size /= type->values;
-    }
-    if (size < 0 || __builtin_mul_overflow(blocks, size, &blocks)) {
-      fail(c, "its shape has more than 2^63 bytes");
-      return;
-    }
-  }
-  if (e->ndim == 0 && type->values > 1) fail(c, "a single number in blocks");
-  if (__builtin_mul_overflow(blocks, type->bytes, &e->bytes) ||
-      blocks > INT64_MAX / 4 / type->values)
-    fail(c, "its shape has more than 2^63 bytes");
-  e->type_name = type->name;
 }
 
 static void take_entry(struct cursor *c) {
-  kvl_gguf *f = c->f;
-  kvl_gguf_entry e = {.shape = {1, 1, 1, 1, 1, 1}};
+  struct kvl__checkpoint *f = &c->f->tensors;
   int64_t length;
   snprintf(c->what, sizeof c->what, "tensor %d", f->count);
   const char *text = take_string(c, &length);
   if (!text) return;
-  name_what(c, "tensor", text, length);
+  kvl__name_words("tensor", text, length, c->what, sizeof c->what);
   if (memchr(text, 0, (size_t)length)) fail(c, "a zero byte in its name");
-  char *name = kvl__malloc((size_t)length + 1, "a tensor's name");
-  if (!name) {
-    c->status = KVL_ERR_NO_MEMORY;
-    return;
-  }
-  memcpy(name, text, (size_t)length);
-  name[length] = 0;
-  e.name = name;
+  struct kvl__entry *e = kvl__entry_add(f, text, length, &c->status);
+  if (!e) return;
   uint64_t ndim = take_number(c, 4);
   if (ndim > GGUF_DIMS_MAX) fail(c, "more than 4 dims");
-  e.ndim = (int32_t)ndim;
-  for (int i = e.ndim - 1; i >= 0 && c->status >= 0; i--) {
+  e->ndim = (int32_t)ndim;
+  for (int i = e->ndim - 1; i >= 0 && c->status >= 0; i--) {
     uint64_t size = take_number(c, 8);
     if (size > INT64_MAX) fail(c, "its shape has more than 2^63 bytes");
-    e.shape[i] = (int64_t)size;
+    e->shape[i] = (int64_t)size;
   }
-  e.type = (int32_t)take_number(c, 4);
+  e->type = (int32_t)take_number(c, 4);
   uint64_t offset = take_number(c, 8);
   if (offset > INT64_MAX) fail(c, "its data lies outside of the file");
-  e.offset = (int64_t)offset;
-  if (c->status >= 0) check_shape(c, &e);
-  if (c->status >= 0)
-    f->entries = one_more(c, f->entries, f->count, &f->capacity, sizeof *f->entries);
-  if (c->status >= 0) f->entries[f->count++] = e;
-  else free(name);
+  e->offset = (int64_t)offset;
+  if (c->status >= 0) check_shape(c, e);
 }
 
 /* Whether tensors lie inside the file, aligned and without overlap, and no name is there
  * twice. */
-static void check_entries(struct cursor *c) {
-  kvl_gguf *f = c->f;
-  int64_t room = (int64_t)f->file.opened.st_size - f->section, end = 0;
-  kvl_gguf_entry **list = (kvl_gguf_entry **)sorted(c, f->entries, f->count,
-                                                    sizeof *f->entries, by_offset);
-  for (int i = 0; list && i < f->count && c->status >= 0; i++) {
-    const kvl_gguf_entry *e = list[i];
-    name_what(c, "tensor", e->name, (int64_t)strlen(e->name));
-    if (e->offset % f->alignment) fail(c, "its offset is no multiple of the alignment");
-    else if (e->offset > room || e->bytes > room - e->offset)
-      fail(c, "its data lies outside of the file");
-    else if (e->offset < end) fail(c, "its data overlaps another tensor's");
-    end = e->offset + e->bytes;
+static int check_entries(const struct kvl__checkpoint *f, int64_t alignment) {
+  for (int i = 0; i < f->count; i++) {
+    const struct kvl__entry *e = &f->entries[i];
+    if (e->offset % alignment)
+      return kvl__entry_fail(f, e, "its offset is no multiple of the alignment");
+    if (e->offset > f->bytes_section || e->bytes > f->bytes_section - e->offset)
+      return kvl__entry_fail(f, e, "its data lies outside of the file");
   }
-  if (list) qsort(list, (size_t)f->count, sizeof *list, by_name);
-  for (int i = 1; list && i < f->count && c->status >= 0; i++)
-    if (!by_name(&list[i - 1], &list[i])) {
-      name_what(c, "tensor", list[i]->name, (int64_t)strlen(list[i]->name));
-      fail(c, "the name occurs twice");
-    }
-  free(list);
+  return kvl__entries_check(f, 0);
 }
 
 /* ---- open and close -------------------------------------------------------------------- */
@@ -361,9 +278,10 @@ static int read_header(kvl_gguf *f) {
   finish_metadata(&c);
   if (c.status >= 0) set_alignment(&c);
   if (c.status < 0) return c.status;
-  f->section = (c.at + f->alignment - 1) / f->alignment * f->alignment;
-  check_entries(&c);
-  return c.status < 0 ? c.status : kvl__file_unchanged(&f->file);
+  f->tensors.section = (c.at + f->alignment - 1) / f->alignment * f->alignment;
+  f->tensors.bytes_section = (int64_t)f->tensors.file.opened.st_size - f->tensors.section;
+  int status = check_entries(&f->tensors, f->alignment);
+  return status < 0 ? status : kvl__file_unchanged(&f->tensors.file);
 }
 
 int kvl_gguf_open(const char *path, kvl_gguf **out) {
@@ -371,8 +289,8 @@ int kvl_gguf_open(const char *path, kvl_gguf **out) {
   KVL__NEED(out);
   kvl_gguf *f = kvl__malloc(sizeof *f, "a GGUF file");
   if (!f) return KVL_ERR_NO_MEMORY;
-  *f = (kvl_gguf){.count = 0};
-  int status = kvl__file_open(path, 24, &f->file);
+  *f = (kvl_gguf){.header = NULL};
+  int status = kvl__file_open(path, 24, &f->tensors.file);
   if (status >= 0) status = read_header(f);
   if (status < 0) {
     kvl_gguf_close(f);
@@ -384,17 +302,15 @@ int kvl_gguf_open(const char *path, kvl_gguf **out) {
 
 void kvl_gguf_close(kvl_gguf *file) {
   if (!file) return;
-  for (int i = 0; i < file->count; i++) free((char *)file->entries[i].name);
-  free(file->entries);
   free(file->metadata);
   free(file->header);
-  kvl__file_close(&file->file);
+  kvl__checkpoint_close(&file->tensors);
   free(file);
 }
 
 int kvl_gguf_count(const kvl_gguf *file) {
   KVL__NEED(file);
-  return file->count;
+  return file->tensors.count;
 }
 
 int kvl_gguf_metadata_count(const kvl_gguf *file) {
@@ -405,10 +321,11 @@ int kvl_gguf_metadata_count(const kvl_gguf *file) {
 int kvl_gguf_entry_get(const kvl_gguf *file, int index, kvl_gguf_entry *out) {
   KVL__NEED(file);
   KVL__NEED(out);
-  if (index < 0 || index >= file->count)
-    return kvl__fail(KVL_ERR_INVALID, "%s: entry is %d, expected 0 ... %d", file->file.path,
-                     index, file->count - 1);
-  *out = file->entries[index];
+  const struct kvl__entry *e = kvl__entry_at(&file->tensors, index);
+  if (!e) return KVL_ERR_INVALID;
+  const char *type = kvl__stored_type((uint32_t)e->type)->name;
+  *out = (kvl_gguf_entry){e->name, type, {0}, e->offset, e->bytes, e->ndim, e->type};
+  memcpy(out->shape, e->shape, sizeof e->shape);
   return KVL_OK;
 }
 
@@ -417,68 +334,43 @@ int kvl_gguf_metadata_get(const kvl_gguf *file, int index, kvl_gguf_metadata *ou
   KVL__NEED(out);
   if (index < 0 || index >= file->metadata_count)
     return kvl__fail(KVL_ERR_INVALID, "%s: metadata is %d, expected 0 ... %d",
-                     file->file.path, index, file->metadata_count - 1);
+                     file->tensors.file.path, index, file->metadata_count - 1);
   *out = file->metadata[index];
   return KVL_OK;
 }
 
 /* ---- read ------------------------------------------------------------------------------ */
 
-/* The memory that a tensor is read through, part by part: it stays in the processor's
- * cache. */
+/* The memory that a tensor is read through. */
 struct part {
   uint8_t stored[4 * PART_VALUES];
   float floats[PART_VALUES];
   uint16_t rounded[PART_VALUES];
 };
 
-static int read_part(const kvl_gguf *f, const kvl_gguf_entry *e, struct part *p, int64_t at,
-                     const kvl_tensor *t) {
+static int convert(const struct kvl__entry *e, void *memory, const kvl_tensor *t) {
+  struct part *p = memory;
   const struct kvl__stored *type = kvl__stored_type((uint32_t)e->type);
-  int64_t blocks = t->count / type->values;
-  int status = kvl__file_read(&f->file, p->stored, (size_t)(blocks * type->bytes),
-                              f->section + e->offset + at / type->values * type->bytes);
-  if (status < 0) return status;
-  type->unpack(p->stored, blocks, p->floats);
+  type->unpack(p->stored, t->count / type->values, p->floats);
   if (t->dtype == KVL_DTYPE_F32) return kvl_tensor_write(t, p->floats, 4 * t->count);
   kvl__round_floats(p->floats, t->count, t->dtype, p->rounded);
   return kvl_tensor_write(t, p->rounded, 2 * t->count);
 }
 
-static int read_tensor(const kvl_gguf *f, const kvl_gguf_entry *e, const kvl_tensor *t) {
-  struct part *memory = kvl__malloc(sizeof *memory, "a part of a tensor");
-  if (!memory) return KVL_ERR_NO_MEMORY;
-  int status = kvl__file_unchanged(&f->file);
-  for (int64_t at = 0; status >= 0 && at < t->count; at += PART_VALUES) {
-    kvl_tensor part = *t; /* a view of t's elements, without a reference of its own */
-    part.ndim = 1;
-    part.count = part.shape[0] = t->count - at < PART_VALUES ? t->count - at : PART_VALUES;
-    part.ptr = (char *)t->ptr + at * kvl_dtype_bytes(t->dtype);
-    status = read_part(f, e, memory, at, &part);
-  }
-  free(memory);
-  return status >= 0 ? kvl__file_unchanged(&f->file) : status;
-}
-
 int kvl_gguf_read(const kvl_gguf *file, int index, const kvl_tensor *t) {
   KVL__NEED(file);
-  kvl_gguf_entry e;
-  int status = kvl_gguf_entry_get(file, index, &e);
+  const struct kvl__entry *e = kvl__entry_at(&file->tensors, index);
+  if (!e) return KVL_ERR_INVALID;
+  int status = kvl__entry_fits(e, t,
+                               1 << KVL_DTYPE_F32 | 1 << KVL_DTYPE_F16 | 1 << KVL_DTYPE_BF16,
+                               "f32, f16 or bf16");
   if (status < 0) return status;
-  if (!t || !t->storage) return kvl__fail(KVL_ERR_INVALID, "%s: t is closed", e.name);
-  if ((t->dtype != KVL_DTYPE_F32 && t->dtype != KVL_DTYPE_F16 &&
-       t->dtype != KVL_DTYPE_BF16) ||
-      t->ndim != e.ndim || memcmp(t->shape, e.shape, sizeof e.shape[0] * (size_t)e.ndim)) {
-    char got[96];
-    return kvl__fail(KVL_ERR_INVALID,
-                     "%s: t is %s, expected f32, f16 or bf16 with the file's shape", e.name,
-                     kvl__tensor_words(t, got, sizeof got));
-  }
-  if (!kvl__stored_type((uint32_t)e.type)->unpack)
+  const struct kvl__stored *type = kvl__stored_type((uint32_t)e->type);
+  if (!type->unpack)
     return kvl__fail(
         KVL_ERR_UNSUPPORTED,
         "%s: tensor \"%s\" is stored as %s, expected F32, F16, BF16, Q8_0, Q4_0, "
         "Q4_1, Q5_0, Q5_1, Q4_K or Q6_K",
-        file->file.path, e.name, e.type_name);
-  return read_tensor(file, &e, t);
+        file->tensors.file.path, e->name, type->name);
+  return kvl__entry_read(&file->tensors, e, t, PART_VALUES, sizeof(struct part), convert);
 }

@@ -6,8 +6,7 @@
  * checks that readers forget. */
 #include <ctype.h>
 
-#include "core/tensor.h"
-#include "files/file.h"
+#include "files/checkpoint.h"
 
 enum {
   HEADER_BYTES_MAX = 100000000,        /* the limit of the reference reader */
@@ -15,26 +14,21 @@ enum {
 };
 
 struct kvl_safetensors {
-  struct kvl__file file;
-  char *header;
-  int64_t section; /* where the data begins */
-  int64_t bytes_section;
-  kvl_safetensors_entry *entries;
-  int count, capacity;
+  struct kvl__checkpoint tensors;
 };
 
 /* ---- a strict reader for the header's JSON --------------------------------------------- */
 
 struct json {
-  const char *path;
+  struct kvl__checkpoint *file;
   const char *at, *end, *start;
   int status;
 };
 
 static int json_fail(struct json *j, const char *what) {
   if (j->status >= 0)
-    j->status = kvl__fail(KVL_ERR_FORMAT, "%s: header: %s at byte %lld", j->path, what,
-                          (long long)(j->at - j->start) + 8);
+    j->status = kvl__fail(KVL_ERR_FORMAT, "%s: header: %s at byte %lld", j->file->file.path,
+                          what, (long long)(j->at - j->start) + 8);
   return j->status;
 }
 
@@ -149,33 +143,27 @@ static int dtype_of(const char *name) { /* of a name in the file; -1: none */
   return -1;
 }
 
-static int entry_fail(struct json *j, const char *name, const char *what) {
-  if (j->status >= 0)
-    j->status = kvl__fail(KVL_ERR_FORMAT, "%s: tensor \"%s\": %s", j->path, name, what);
-  return j->status;
+static void entry_fail(struct json *j, const struct kvl__entry *e, const char *what) {
+  if (j->status >= 0) j->status = kvl__entry_fail(j->file, e, what);
 }
 
-static void entry_check(struct json *j, const kvl_safetensors *f,
-                        const kvl_safetensors_entry *e, int64_t end) {
-  int64_t bytes = kvl_dtype_bytes(e->dtype);
-  for (int i = 0; i < e->ndim; i++)
-    if (__builtin_mul_overflow(bytes, e->shape[i], &bytes)) {
-      entry_fail(j, e->name, "its shape has more than 2^63 bytes");
-      return;
-    }
-  if (e->offset > end || end > f->bytes_section) {
-    entry_fail(j, e->name, "data_offsets reach outside of the file");
-  } else if (end - e->offset != bytes) {
+/* Checks that the bytes from e->offset to `end` lie in the file, and are as many as dtype and
+ * shape need. */
+static void entry_check(struct json *j, struct kvl__entry *e, int64_t end) {
+  j->status = kvl__entry_size(j->file, e, 1, (int)kvl_dtype_bytes(e->type));
+  if (e->offset > end || end > j->file->bytes_section) {
+    entry_fail(j, e, "data_offsets reach outside of the file");
+  } else if (end - e->offset != e->bytes) {
     char what[128];
     snprintf(what, sizeof what, "data_offsets span %lld bytes, dtype and shape need %lld",
-             (long long)(end - e->offset), (long long)bytes);
-    entry_fail(j, e->name, what);
+             (long long)(end - e->offset), (long long)e->bytes);
+    entry_fail(j, e, what);
   }
 }
 
 /* Reads {"dtype": ..., "shape": [...], "data_offsets": [begin, end]}, with each field once,
  * in any order. */
-static void entry_read(struct json *j, const kvl_safetensors *f, kvl_safetensors_entry *e) {
+static void entry_read(struct json *j, struct kvl__entry *e) {
   enum { DTYPE = 1, SHAPE = 2, OFFSETS = 4, ALL = 7 };
   int seen = 0;
   int64_t offsets[2] = {0, 0};
@@ -193,43 +181,24 @@ static void entry_read(struct json *j, const kvl_safetensors *f, kvl_safetensors
                                                : 0;
     free(key);
     if (!field || (seen & field)) {
-      entry_fail(j, e->name, "expected dtype, shape and data_offsets, once each");
+      entry_fail(j, e, "expected dtype, shape and data_offsets, once each");
     } else if (field == DTYPE) {
       char *text = json_string(j);
-      e->dtype = text ? dtype_of(text) : -1;
-      if (text && e->dtype < 0) entry_fail(j, e->name, "a dtype that kvlab does not have");
+      e->type = text ? dtype_of(text) : -1;
+      if (text && e->type < 0) entry_fail(j, e, "a dtype that kvlab does not have");
       free(text);
     } else if (field == SHAPE) {
       e->ndim = json_integers(j, e->shape, KVL_DIMS_MAX, "more than 6 dims");
     } else if (json_integers(j, offsets, 2, "more than two data_offsets") != 2) {
-      entry_fail(j, e->name, "data_offsets are not a pair");
+      entry_fail(j, e, "data_offsets are not a pair");
     }
     seen |= field;
   } while (j->status >= 0 && json_take(j, ','));
   json_expect(j, '}');
-  if (j->status >= 0 && seen != ALL) entry_fail(j, e->name, "a field is missing");
+  if (j->status >= 0 && seen != ALL) entry_fail(j, e, "a field is missing");
   if (j->status < 0) return;
-  for (int i = e->ndim; i < KVL_DIMS_MAX; i++) e->shape[i] = 1;
   e->offset = offsets[0];
-  e->bytes = offsets[1] - offsets[0];
-  entry_check(j, f, e, offsets[1]);
-}
-
-static kvl_safetensors_entry *entry_add(struct json *j, kvl_safetensors *f, char *name) {
-  if (f->count == f->capacity) {
-    int capacity = f->capacity ? 2 * f->capacity : KVL__ROOM(64, 1);
-    void *p = kvl__realloc(f->entries, (size_t)capacity * sizeof *f->entries,
-                           "a safetensors index");
-    if (!p) {
-      j->status = KVL_ERR_NO_MEMORY;
-      return NULL;
-    }
-    f->entries = p;
-    f->capacity = capacity;
-  }
-  kvl_safetensors_entry *e = &f->entries[f->count++];
-  *e = (kvl_safetensors_entry){.name = name};
-  return e;
+  entry_check(j, e, offsets[1]);
 }
 
 /* Skips "__metadata__", a map of strings to strings, but checks its form. */
@@ -245,44 +214,11 @@ static void metadata_skip(struct json *j) {
 }
 
 static int by_name(const void *a, const void *b) {
-  return strcmp(((const kvl_safetensors_entry *)a)->name,
-                ((const kvl_safetensors_entry *)b)->name);
+  return strcmp(((const struct kvl__entry *)a)->name, ((const struct kvl__entry *)b)->name);
 }
 
-static int by_offset(const void *a, const void *b) {
-  const kvl_safetensors_entry *x = a, *y = b;
-  if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
-  return (x->bytes > y->bytes) - (x->bytes < y->bytes); /* empty tensors first */
-}
-
-static void entries_sort(kvl_safetensors *f, int (*order)(const void *, const void *)) {
-  if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, order);
-}
-
-/* Checks that no name occurs twice, and that the byte ranges cover the data section without
- * overlap or hole. */
-static void index_check(struct json *j, kvl_safetensors *f) {
-  int64_t end = 0;
-  entries_sort(f, by_offset);
-  for (int i = 0; i < f->count && j->status >= 0; i++) {
-    if (f->entries[i].offset != end)
-      entry_fail(j, f->entries[i].name,
-                 f->entries[i].offset < end ? "its bytes overlap another tensor's"
-                                            : "there is a hole before its bytes");
-    end = f->entries[i].offset + f->entries[i].bytes;
-  }
-  if (j->status >= 0 && end != f->bytes_section)
-    j->status = kvl__fail(KVL_ERR_FORMAT, "%s: %lld bytes of data, the tensors take %lld",
-                          f->file.path, (long long)f->bytes_section, (long long)end);
-  entries_sort(f, by_name);
-  for (int i = 1; i < f->count && j->status >= 0; i++)
-    if (!by_name(&f->entries[i - 1], &f->entries[i]))
-      entry_fail(j, f->entries[i].name, "the name occurs twice");
-}
-
-static int header_read(kvl_safetensors *f, size_t bytes_header) {
-  const char *text = f->header;
-  struct json j = {f->file.path, text, text + bytes_header, text, KVL_OK};
+static int header_read(struct kvl__checkpoint *f, const char *text, size_t bytes_header) {
+  struct json j = {f, text, text + bytes_header, text, KVL_OK};
   int metadata = 0;
   if (bytes_header == 0 || *text != '{') return json_fail(&j, "expected '{'");
   json_expect(&j, '{');
@@ -290,29 +226,27 @@ static int header_read(kvl_safetensors *f, size_t bytes_header) {
     do {
       char *name = json_string(&j);
       json_expect(&j, ':');
-      if (j.status < 0) {
-        free(name);
-      } else if (!strcmp(name, "__metadata__")) {
-        free(name);
+      if (j.status >= 0 && !strcmp(name, "__metadata__")) {
         if (metadata++) json_fail(&j, "__metadata__ occurs twice");
         metadata_skip(&j);
-      } else {
-        kvl_safetensors_entry *e = entry_add(&j, f, name);
-        if (e) entry_read(&j, f, e);
-        else free(name);
+      } else if (j.status >= 0) {
+        struct kvl__entry *e = kvl__entry_add(f, name, (int64_t)strlen(name), &j.status);
+        if (e) entry_read(&j, e);
       }
+      free(name);
     } while (j.status >= 0 && json_take(&j, ','));
     json_expect(&j, '}');
   }
   json_space(&j);
   if (j.status >= 0 && j.at != j.end) json_fail(&j, "text after the object");
-  if (j.status >= 0) index_check(&j, f);
+  if (j.status >= 0) j.status = kvl__entries_check(f, 1);
+  if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, by_name);
   return j.status;
 }
 
 /* ---- open, read, close ----------------------------------------------------------------- */
 
-static int file_read(kvl_safetensors *f) {
+static int file_read(struct kvl__checkpoint *f) {
   unsigned char length[8];
   int status = kvl__file_read(&f->file, length, sizeof length, 0);
   if (status < 0) return status;
@@ -326,12 +260,11 @@ static int file_read(kvl_safetensors *f) {
                      (unsigned long long)rest);
   f->section = 8 + (int64_t)header;
   f->bytes_section = (int64_t)(rest - header);
-  f->header = kvl__malloc((size_t)header + 1, "a safetensors header");
-  if (!f->header) return KVL_ERR_NO_MEMORY;
-  status = kvl__file_read(&f->file, f->header, (size_t)header, 8);
-  if (status >= 0) status = header_read(f, (size_t)header);
-  free(f->header);
-  f->header = NULL;
+  char *text = kvl__malloc((size_t)header + 1, "a safetensors header");
+  if (!text) return KVL_ERR_NO_MEMORY;
+  status = kvl__file_read(&f->file, text, (size_t)header, 8);
+  if (status >= 0) status = header_read(f, text, (size_t)header);
+  free(text);
   return status >= 0 ? kvl__file_unchanged(&f->file) : status;
 }
 
@@ -340,9 +273,9 @@ int kvl_safetensors_open(const char *path, kvl_safetensors **out) {
   KVL__NEED(out);
   kvl_safetensors *f = kvl__malloc(sizeof *f, "a safetensors file");
   if (!f) return KVL_ERR_NO_MEMORY;
-  *f = (kvl_safetensors){.count = 0};
-  int status = kvl__file_open(path, 8, &f->file);
-  if (status >= 0) status = file_read(f);
+  *f = (kvl_safetensors){.tensors.count = 0};
+  int status = kvl__file_open(path, 8, &f->tensors.file);
+  if (status >= 0) status = file_read(&f->tensors);
   if (status < 0) {
     kvl_safetensors_close(f);
     return status;
@@ -353,61 +286,31 @@ int kvl_safetensors_open(const char *path, kvl_safetensors **out) {
 
 void kvl_safetensors_close(kvl_safetensors *file) {
   if (!file) return;
-  for (int i = 0; i < file->count; i++) free((char *)file->entries[i].name);
-  free(file->entries);
-  free(file->header);
-  kvl__file_close(&file->file);
+  kvl__checkpoint_close(&file->tensors);
   free(file);
 }
 
 int kvl_safetensors_count(const kvl_safetensors *file) {
   KVL__NEED(file);
-  return file->count;
+  return file->tensors.count;
 }
 
 int kvl_safetensors_entry_get(const kvl_safetensors *file, int index,
                               kvl_safetensors_entry *out) {
   KVL__NEED(file);
   KVL__NEED(out);
-  if (index < 0 || index >= file->count)
-    return kvl__fail(KVL_ERR_INVALID, "%s: entry is %d, expected 0 ... %d", file->file.path,
-                     index, file->count - 1);
-  *out = file->entries[index];
+  const struct kvl__entry *e = kvl__entry_at(&file->tensors, index);
+  if (!e) return KVL_ERR_INVALID;
+  *out = (kvl_safetensors_entry){e->name, {0}, e->offset, e->bytes, e->ndim, e->type};
+  memcpy(out->shape, e->shape, sizeof e->shape);
   return KVL_OK;
-}
-
-/* Reads a tensor's bytes part by part, through memory that stays in the processor's cache. */
-static int read_tensor(const kvl_safetensors *f, const kvl_safetensors_entry *e,
-                       const kvl_tensor *t) {
-  int64_t bytes_one = kvl_dtype_bytes(e->dtype), most = PART_BYTES / bytes_one;
-  void *memory = kvl__malloc(PART_BYTES, "a part of a tensor");
-  if (!memory) return KVL_ERR_NO_MEMORY;
-  int status = kvl__file_unchanged(&f->file);
-  for (int64_t at = 0; status >= 0 && at < t->count; at += most) {
-    kvl_tensor part = *t; /* a view of t's elements, without a reference of its own */
-    part.ndim = 1;
-    part.count = part.shape[0] = t->count - at < most ? t->count - at : most;
-    part.ptr = (char *)t->ptr + at * bytes_one;
-    int64_t n = part.count * bytes_one;
-    status = kvl__file_read(&f->file, memory, (size_t)n,
-                            f->section + e->offset + at * bytes_one);
-    if (status >= 0) status = kvl_tensor_write(&part, memory, n);
-  }
-  free(memory);
-  return status >= 0 ? kvl__file_unchanged(&f->file) : status;
 }
 
 int kvl_safetensors_read(const kvl_safetensors *file, int index, const kvl_tensor *t) {
   KVL__NEED(file);
-  kvl_safetensors_entry e;
-  int status = kvl_safetensors_entry_get(file, index, &e);
+  const struct kvl__entry *e = kvl__entry_at(&file->tensors, index);
+  if (!e) return KVL_ERR_INVALID;
+  int status = kvl__entry_fits(e, t, 1u << e->type, kvl_dtype_name(e->type));
   if (status < 0) return status;
-  if (!t || !t->storage) return kvl__fail(KVL_ERR_INVALID, "%s: t is closed", e.name);
-  if (t->dtype != e.dtype || t->ndim != e.ndim ||
-      memcmp(t->shape, e.shape, sizeof e.shape[0] * (size_t)e.ndim)) {
-    char got[96];
-    return kvl__fail(KVL_ERR_INVALID, "%s: t is %s, expected %s with the file's shape",
-                     e.name, kvl__tensor_words(t, got, sizeof got), kvl_dtype_name(e.dtype));
-  }
-  return read_tensor(file, &e, t);
+  return kvl__entry_read(&file->tensors, e, t, PART_BYTES / e->bytes_block, PART_BYTES, NULL);
 }

@@ -169,6 +169,25 @@ describe("safetensors", function()
     end
   end)
 
+  it("gives back everything when memory runs out at any place", function()
+    if not support.is_hostile then
+      return pending "only in a hostile build can allocations be made to fail"
+    end
+    local path = write("{" .. entry("x", "2", 0, 8) .. "," .. entry("y", "1", 8, 12) .. "}",
+      floats(1, 2, 3))
+    for n = 1, 100 do
+      kv.check(kv.C.kvl_fail_allocation(n))
+      local ok, file = pcall(kv.safetensors, path)
+      kv.check(kv.C.kvl_fail_allocation(0))
+      if ok then
+        assert.is_true(n > 10)
+        return file:close()
+      end
+      assert.truthy(file:find "memory", file)
+    end
+    error "it never opened"
+  end)
+
   support.each_device(function(dev)
     it("saves tensors of every dtype from " .. dev:name(), function()
       local path, tensors = temporary.path(), {}
