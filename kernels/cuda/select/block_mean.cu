@@ -54,9 +54,6 @@ KVL_CUDA_KERNEL(block_mean) {
   using namespace kvl;
   const kvl_block_mean_args &a = *(const kvl_block_mean_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  if (a.n == 0 || a.cache.kv_heads == 0) return KVL_OK;
-  if (!aligned16(a.cache.memory, a.summary))
-    return kvl__cuda_check(cudaErrorMisalignedAddress);
   int status = KVL_OK;
   if (a.cache.codec == KVL_DTYPE_F8E4M3) {
     KVL_CUDA_BY_FLOAT(a.summary_dtype, S, {

@@ -82,9 +82,6 @@ KVL_CUDA_KERNEL(block_minmax) {
   using namespace kvl;
   const kvl_block_minmax_args &a = *(const kvl_block_minmax_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  if (a.n == 0 || a.cache.kv_heads == 0) return KVL_OK;
-  if (!aligned16(a.cache.memory, a.summary))
-    return kvl__cuda_check(cudaErrorMisalignedAddress);
   if (a.cache.codec == KVL_DTYPE_F8E4M3)
     return launch_block_reduce<f8e4m3>(a, min_max<f8e4m3>{(f8e4m3 *)a.summary}, q);
   int status = KVL_OK;

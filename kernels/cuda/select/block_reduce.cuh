@@ -107,9 +107,12 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
   if (tid < lanes && inside) f.finish(x, cache, to, head, dim, count);
 }
 
-/* A is the args struct of the op: cache, blocks, tokens, rows, n and summary_rows. */
+/* A is the args struct of the op: cache, blocks, tokens, rows, summary, n and summary_rows. */
 template <class T, class A, class F>
 int launch_block_reduce(const A &a, const F &f, const kvl_cuda_queue *q) {
+  if (a.n == 0 || a.cache.kv_heads == 0) return KVL_OK;
+  if (!aligned16(a.cache.memory, a.summary))
+    return kvl__cuda_check(cudaErrorMisalignedAddress);
   int lanes = 1;
   while (lanes * REDUCE_DIMS<T> < a.cache.key.dim) lanes *= 2;
   int64_t pairs = a.n * a.cache.kv_heads, units = REDUCE_THREADS / WARP;
