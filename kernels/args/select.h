@@ -29,19 +29,18 @@ struct kvl_block_mean_args {
   int64_t n, summary_rows;
   int32_t summary_dtype;
 };
-struct kvl_score_minmax_args {
+struct kvl_score_summary {
   const void *q, *summary;
   const int32_t *tables, *lens;
   float *scores;
   int64_t seqs, heads, kv_heads, head_dim, max_blocks, blocks;
   int32_t block_size, group, dtype, summary_dtype;
 };
+struct kvl_score_minmax_args {
+  struct kvl_score_summary by;
+};
 struct kvl_score_mean_args {
-  const void *q, *summary;
-  const int32_t *tables, *lens;
-  float *scores;
-  int64_t seqs, heads, kv_heads, head_dim, max_blocks, blocks;
-  int32_t block_size, group, dtype, summary_dtype;
+  struct kvl_score_summary by;
 };
 struct kvl_score_max_qk_args {
   struct kvl_pages cache;

@@ -268,7 +268,7 @@ int kvl_score_minmax(const kvl_tensor *q, const kvl_tensor *summary, const kvl_t
   score_args(&c, q, tables, lens, group, scores);
   kvl__expect_block_size(&c, block_size);
   if (c.status < 0) return c.status;
-  struct kvl_score_minmax_args args = SCORE_SUMMARY_ARGS;
+  struct kvl_score_minmax_args args = {SCORE_SUMMARY_ARGS};
   return KVL__LAUNCH(&c, score_minmax, args);
 }
 
@@ -280,7 +280,7 @@ int kvl_score_mean(const kvl_tensor *q, const kvl_tensor *summary, const kvl_ten
   score_args(&c, q, tables, lens, group, scores);
   kvl__expect_block_size(&c, block_size);
   if (c.status < 0) return c.status;
-  struct kvl_score_mean_args args = SCORE_SUMMARY_ARGS;
+  struct kvl_score_mean_args args = {SCORE_SUMMARY_ARGS};
   return KVL__LAUNCH(&c, score_mean, args);
 }
 

@@ -9,36 +9,8 @@
  *        bf16 182 of 347 GB/s (the last-level cache's; 0.52), f8e4m3 0.24; one thread 0.57,
  *        0.32
  * Source: Tang et al. 2024, arXiv:2406.10774. */
-#include "args/select.h"
 #include "cpu/select/scores.h"
 
-static int minmax_piece(const void *args, int64_t begin, int64_t end) {
-  score_items(args, begin, end, 1);
-  return 0;
-}
-
 KVL_CPU_KERNEL(score_minmax) {
-  const struct kvl_score_minmax_args *a = args;
-  int64_t row = a->head_dim * kvl__float_bytes(a->summary_dtype);
-  struct score s = {
-      .q = a->q,
-      .tables = a->tables,
-      .lens = a->lens,
-      .scores = a->scores,
-      .seqs = a->seqs,
-      .heads = a->heads,
-      .kv_heads = a->kv_heads,
-      .max_blocks = a->max_blocks,
-      .blocks = a->blocks,
-      .head_dim = (int32_t)a->head_dim,
-      .block_size = a->block_size,
-      .join = a->group,
-      .dtype = a->dtype,
-      .rows = a->summary,
-      .bytes_block = 2 * a->kv_heads * row,
-      .bytes_head = row,
-      .high = a->kv_heads * row,
-      .rows_dtype = a->summary_dtype,
-  };
-  return score_run(&s, minmax_piece);
+  return score_summary(&((const struct kvl_score_minmax_args *)args)->by, 2);
 }

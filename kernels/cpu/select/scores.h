@@ -1,11 +1,12 @@
 /* What the ops that score blocks share: they give every block of every sequence a score for
  * each KV head, joined over the query heads of its group.
  *
- * The work is cut into (sequence, KV head, run of blocks). An op only says where a block's
- * row lies (score_rows), or scores one block itself (score_max_qk.c). */
+ * The work is cut into (sequence, KV head, run of blocks). An op scores blocks by
+ * the rows of a summary (score_summary), or scores one block itself (score_max_qk.c). */
 #ifndef KVL_CPU_SCORES_H
 #define KVL_CPU_SCORES_H
 
+#include "args/select.h"
 #include "cpu/dots.h"
 #include "cpu/split.h"
 
@@ -83,9 +84,9 @@ static inline vf score_end(const struct score *s, vf joined) {
   return s->join == KVL_GROUP_MEAN ? joined / (float)(s->heads / s->kv_heads) : joined;
 }
 
-/* Scores a run by one memory row per block, or by two with `bound`. */
-static inline void score_rows(const struct score *s, const struct run *r, const float *q,
-                              int bound) {
+/* Scores a run by one memory row per block, or by two if `high` says where the second is. */
+static inline void score_rows(const struct score *s, const struct run *r, const float *q) {
+  const int bound = s->high > 0;
   const int64_t bytes_row = (int64_t)s->head_dim * kvl__float_bytes(s->rows_dtype);
   const char *x[RUN_BLOCKS + VF + SOON];
   float part[GROUP_MAX * SCORE_TILE] __attribute__((aligned(64)));
@@ -125,21 +126,49 @@ static inline void score_rows(const struct score *s, const struct run *r, const 
     if (!block_row(s, r, r->begin + i)) scores[i] = -INFINITY;
 }
 
-static inline void score_items(const struct score *s, int64_t begin, int64_t end, int bound) {
-  float q[GROUP_MAX * HEAD_DIM_MAX] __attribute__((aligned(64)));
-  for (int64_t item = begin; item < end; item++) {
-    struct run r = run_open(s, item);
-    load_group(s, &r, q);
-    score_rows(s, &r, q, bound);
-    for (int64_t b = r.end; b < r.last; b++) r.scores[b] = -INFINITY;
-  }
-}
-
 static inline int score_run(const struct score *s, kvl_piece *piece) {
   if (s->head_dim > HEAD_DIM_MAX || s->head_dim % 8 || s->heads / s->kv_heads > GROUP_MAX)
     return KVL_ERR_UNSUPPORTED;
   int64_t run = i64_min(s->max_blocks, RUN_BLOCKS) * s->head_dim;
   return kvl__split(s->seqs * s->kv_heads * score_runs(s), kvl__grain_rows(run), piece, s);
+}
+
+static inline int score_summary_piece(const void *args, int64_t begin, int64_t end) {
+  const struct score *s = args;
+  float q[GROUP_MAX * HEAD_DIM_MAX] __attribute__((aligned(64)));
+  for (int64_t item = begin; item < end; item++) {
+    struct run r = run_open(s, item);
+    load_group(s, &r, q);
+    score_rows(s, &r, q);
+    for (int64_t b = r.end; b < r.last; b++) r.scores[b] = -INFINITY;
+  }
+  return 0;
+}
+
+/* Scores by a summary [blocks, rows, kv_heads, head_dim]: a mean, or min and max. */
+static inline int score_summary(const struct kvl_score_summary *a, int rows) {
+  const int64_t row = a->head_dim * kvl__float_bytes(a->summary_dtype);
+  const struct score s = {
+      .q = a->q,
+      .tables = a->tables,
+      .lens = a->lens,
+      .scores = a->scores,
+      .seqs = a->seqs,
+      .heads = a->heads,
+      .kv_heads = a->kv_heads,
+      .max_blocks = a->max_blocks,
+      .blocks = a->blocks,
+      .head_dim = (int32_t)a->head_dim,
+      .block_size = a->block_size,
+      .join = a->group,
+      .dtype = a->dtype,
+      .rows = a->summary,
+      .bytes_block = rows * a->kv_heads * row,
+      .bytes_head = row,
+      .high = (rows - 1) * a->kv_heads * row,
+      .rows_dtype = a->summary_dtype,
+  };
+  return score_run(&s, score_summary_piece);
 }
 
 #endif

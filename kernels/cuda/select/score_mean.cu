@@ -15,10 +15,9 @@
  *            kernels/dev/score.cu)
  * Tolerance  1e-5 of sum |q_d mean_d|: the fp32 sums have another order
  * Source     the block-mean (landmark) score of InfLLM, MoBA and NSA */
-#include "args/select.h"
 #include "cuda/select/score_rows.cuh"
 
 KVL_CUDA_KERNEL(score_mean) {
-  return kvl::launch_score_summary<kvl::SCORE_MEAN>(*(const kvl_score_mean_args *)args,
+  return kvl::launch_score_summary<kvl::SCORE_MEAN>(((const kvl_score_mean_args *)args)->by,
                                                     (const kvl_cuda_queue *)queue);
 }

@@ -22,10 +22,9 @@
  * Flops      2 for each summary number and query head, in 16-bit mma
  * Tolerance  1e-5 of sum |q_d| max(|min_d|, |max_d|): the fp32 sums have another order
  * Source     Tang et al. 2024 (Quest), arXiv:2406.10774 */
-#include "args/select.h"
 #include "cuda/select/score_rows.cuh"
 
 KVL_CUDA_KERNEL(score_minmax) {
-  return kvl::launch_score_summary<kvl::SCORE_MINMAX>(*(const kvl_score_minmax_args *)args,
-                                                      (const kvl_cuda_queue *)queue);
+  return kvl::launch_score_summary<kvl::SCORE_MINMAX>(
+      ((const kvl_score_minmax_args *)args)->by, (const kvl_cuda_queue *)queue);
 }

@@ -20,6 +20,7 @@
 
 #include <algorithm>
 
+#include "args/select.h"
 #include "cuda/divide.cuh"
 #include "cuda/programmatic.cuh"
 #include "cuda/select/score_queries.cuh"
@@ -302,8 +303,8 @@ template <score_kind KIND> int launch_score(const score_call &a, const kvl_cuda_
 }
 
 /* Scores by the rows of a summary [blocks, ROWS, kv_heads, head_dim]. */
-template <score_kind KIND, class A>
-int launch_score_summary(const A &a, const kvl_cuda_queue *q) {
+template <score_kind KIND>
+int launch_score_summary(const kvl_score_summary &a, const kvl_cuda_queue *q) {
   int64_t row = a.kv_heads * a.head_dim, rows = KIND == SCORE_MINMAX ? 2 : 1;
   return launch_score<KIND>({a.q, a.summary, a.tables, a.lens, a.scores, a.seqs, a.heads,
                              a.kv_heads, a.head_dim, a.max_blocks, a.blocks, rows * row,
