@@ -73,21 +73,8 @@ end
 -- blocks of odd entries, with their slots, and then the others.
 local function reader_of(c, q, starts, selection)
   local o, reader = c.o, {}
-  function reader.attend(_, attention, _, ctx, out, lse)
-    local call = { q = q, cache = c.layer, tables = ctx.tables, lens = ctx.lens,
-      starts = starts, selection = selection, scale = SCALE, window = o.window,
-      soft_cap = o.soft_cap, alibi = c.alibi,
-      format = c.format:of(LAYER), out = out, lse = lse }
-    if attention.hook then attention.hook:give(call, ctx) end
-    if kernel_hook.is_in_lua(call.hook) then
-      return kernel_hook.attend_in_lua(call, out)
-    end
-    return ops.step.paged_attention(call)
-  end
-  function reader.read_again(_, attention, _, ctx, hooks)
-    if not o.parts then
-      return hooks[1]:add_part(attention, ctx, c.layer, selection, nil)
-    end
+  local function add_parts(ctx, lse, emitter)
+    if not o.parts then return emitter:add_part(ctx, lse, c.layer, selection, nil) end
     local lists = selection and selection:list() or {}
     local entries = selection and selection:size(2) or c.width
     for part = 0, 1 do
@@ -104,9 +91,21 @@ local function reader_of(c, q, starts, selection)
         end
       end
       local dims = { c.seqs, o.kv_heads, entries }
-      hooks[1]:add_part(attention, ctx, c.layer, kv.from(c.dev, "i32", dims, logical),
+      emitter:add_part(ctx, lse, c.layer, kv.from(c.dev, "i32", dims, logical),
         kv.from(c.dev, "i32", dims, slots))
     end
+  end
+  function reader.attend(_, _, _, ctx, out, lse, hook, emitters)
+    local call = { q = q, cache = c.layer, tables = ctx.tables, lens = ctx.lens,
+      starts = starts, selection = selection, scale = SCALE, window = o.window,
+      soft_cap = o.soft_cap, alibi = c.alibi,
+      format = c.format:of(LAYER), out = out, lse = lse }
+    call.hook, call.scores = hook:prepare(ctx)
+    local attend = kernel_hook.is_in_lua(call.hook) and kernel_hook.attend_in_lua
+      or ops.step.paged_attention
+    attend(call, out)
+    if emitters then add_parts(ctx, lse, emitters[1]) end
+    return out
   end
   return reader
 end
@@ -116,7 +115,8 @@ local function context_of(c, q, starts)
   return { query = q, layer = LAYER, seqs = c.seqs, kv_heads = o.kv_heads,
     width = c.width, block_size = o.block_size, is_prefill = starts ~= nil,
     device = c.dev, shape_number = 1, starts = starts,
-    format = c.format,
+    format = c.format, scale = SCALE, window = o.window, alibi = c.alibi,
+    soft_cap = o.soft_cap,
     tables = kv.from(c.dev, "i32", { c.seqs, c.width }, c.tables),
     lens = kv.from(c.dev, "i32", { c.seqs }, o.lens),
     new_scores = function()
@@ -130,14 +130,14 @@ local function run(c, p, q, starts, selection)
   local ctx = context_of(c, q, of_starts)
   local out = kv.full(c.dev, "f32", q:dims(), 12345)
   local lse = kv.full(c.dev, "f32", { q:size(0), q:size(1) }, 12345)
-  local attention = { call = { window = c.o.window, scale = SCALE, alibi = c.alibi,
-    soft_cap = c.o.soft_cap } }
   local reader = reader_of(c, q, of_starts, selection)
-  if starts then
-    kernel_hook.attend_in_prefill(p.hook, p.hook.prompt and { p.hook }, attention, reader,
-      selection, ctx, out, lse)
+  if not starts then
+    p.hook:attend({}, reader, selection, ctx, out, lse)
+  elseif p.hook.prompt then
+    kernel_hook.attend_in_prefill(p.hook, { p.hook }, {}, reader, selection, ctx, out,
+      lse)
   else
-    p.hook:attend(attention, reader, selection, ctx, out, lse)
+    reader:attend({}, selection, ctx, out, lse, p.hook)
   end
   local emitted = {}
   for name, t in pairs(p.emitted) do emitted[name] = t:list() end

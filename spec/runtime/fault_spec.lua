@@ -297,7 +297,7 @@ describe("an engine that lags behind the host", function()
       local its_rig = rig.new(dev, { offload = ENGINES.ring, blocks = SPARE + 30 })
       local attention, engine = its_rig.attention, its_rig.cache.tier
       local forward, offload = attention.forward, engine.offload
-      local function is_left() return attention.batch.counts[1] == 5 end
+      local function is_left() return attention.context.batch.counts[1] == 5 end
       function engine.offload(self, layer)
         if is_left() then hold_up(self.cache) end
         return offload(self, layer)

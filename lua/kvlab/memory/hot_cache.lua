@@ -188,24 +188,25 @@ end
 
 --- Attends in a decode step over a selection (nil: every block). attention.lua calls it
 -- when the cache has a hot cache.
-function HotCache:attend(attention, selection, ctx, out, lse)
+function HotCache:attend(attention, selection, ctx, out, lse, hook)
   selection = selection or ctx:everything()
   local most = math.floor(self.slots / tonumber(selection.sizes[2]))
   if ctx.is_rows and ctx.seqs > most then
-    return rows.in_parts(self, math.max(most, 1), attention, selection, ctx, out, lse)
+    return rows.in_parts(self, math.max(most, 1), attention, selection, ctx, out, lse,
+      hook)
   end
-  return self:attend_rows(attention, selection, ctx, out, lse)
+  return self:attend_rows(attention, selection, ctx, out, lse, hook)
 end
 
 -- The same for no more rows than there are slots for.
-function HotCache:attend_rows(attention, selection, ctx, out, lse)
+function HotCache:attend_rows(attention, selection, ctx, out, lse, hook)
   local views = views_for(self, ctx.seqs, tonumber(selection.sizes[2]))
   local layer = ctx.layer
   local memory = options.entry("attend", "ctx.layer", self.views_of, layer).memory
   resolve(self, layer, selection, ctx.tables, views)
   if not self.overlap then
     fetch(self, layer, views, self.fetched_bytes)
-    return attention:attend_slots(ctx, memory, selection, views.slots, out, lse)
+    return attention:attend_part(ctx, hook, memory, selection, views.slots, out, lse)
   end
   local main = self.cache.device:stream()
   self.resolved:record(main)
@@ -213,10 +214,11 @@ function HotCache:attend_rows(attention, selection, ctx, out, lse)
   on_stream(self, self.stream, fetch, layer, views, self.fetched_bytes)
   self.fetched:record(self.stream)
   local part, part_lse = attention:scratch(ctx)
-  attention:attend_slots(ctx, memory, views.hit_logical, views.hit_slots, part, part_lse)
+  attention:attend_part(ctx, hook, memory, views.hit_logical, views.hit_slots, part,
+    part_lse)
   main:wait(self.fetched)
-  return attention:attend_slots(ctx, memory, views.miss_logical, views.miss_slots, out,
-    lse, part, part_lse)
+  return attention:attend_part(ctx, hook, memory, views.miss_logical, views.miss_slots,
+    out, lse, part, part_lse)
 end
 
 -- ---- ahead of a step ------------------------------------------------------------------

@@ -15,11 +15,10 @@
 --   appended(layer)                 the policies have seen them
 --   undone()                        the step that began last did not happen
 --   readers(attention, through)     who attends in prefill and in decode:
---                                   reader:attend(attention, selection, ctx, out, lse);
---                                   that of prefill has read_again(attention, selection,
---                                   ctx, hooks), too, which follows such a call if
---                                   attention.reads_again was set: the same K once more,
---                                   for hook:add_part of each hook
+--                                   reader:attend(attention, selection, ctx, out, lse,
+--                                   hook, emitters), by attention:attend_part. With
+--                                   emitters, hooks that a prefill may have, it then
+--                                   reads the same K once more, for emitter:add_part
 --   before_copy(layer, to)          whole blocks are about to be copied in KV memory
 --   written(first, layers, blocks)  something else is about to write blocks of KV memory
 --   bytes()                         that crossed the link: to the device, to the host
@@ -51,12 +50,12 @@ function Resident:append(layer, q, k, v, batch, inv_freq)
 end
 
 local direct = {}
-function direct:attend(attention, selection, ctx, out, lse)
-  return attention:direct(selection, ctx, out, lse)
-end
-
-function direct:read_again(attention, selection, ctx, hooks)
-  for i = 1, #hooks do hooks[i]:add_part(attention, ctx, ctx.cache, selection, nil) end
+function direct:attend(attention, selection, ctx, out, lse, hook, emitters)
+  out = attention:attend_part(ctx, hook, ctx.cache, selection, nil, out, lse)
+  for i = 1, emitters and #emitters or 0 do
+    emitters[i]:add_part(ctx, lse, ctx.cache, selection, nil)
+  end
+  return out
 end
 
 function Resident:readers() return direct, direct end

@@ -161,27 +161,49 @@ local function end_pass(self, plan, layer, i)
   if i + o.slots < plan.total then load(self, plan, layer, i + o.slots) end
 end
 
---- Attention of ctx.query over a selection (nil: every block) of this layer.
-function Ring:attend(attention, selection, ctx, out, lse)
-  if ctx.is_rows and ctx.seqs > self.tier.group then
-    return rows.in_parts(self, self.tier.group, attention, selection, ctx, out, lse)
+--- Gives K to hooks once more, after the attention of a layer whose first load was number
+-- `first`.
+local function read_again(self, plan, layer, first, ctx, lse, emitters)
+  local o = self.tier
+  for _, one in ipairs(emitters) do
+    one:add_part(ctx, lse, o.buffer_views[ctx.layer], plan.open_logical, plan.open_slots)
   end
-  return self:attend_rows(attention, selection, ctx, out, lse)
+  if not plan.stays then first = first + plan.passes end
+  for pass = 0, plan.passes - 1 do
+    local i = first + pass
+    local slot = i % o.slots
+    if not plan.stays then
+      check(C.kvl_ring_wait(o.ring, slot))
+      self.consumed = self.consumed + 1
+    end
+    for _, one in ipairs(emitters) do
+      one:add_part(ctx, lse, o.slot_views[slot], plan.pass_logical[pass], plan.slots)
+    end
+    end_pass(self, plan, layer, i)
+  end
+end
+
+--- Attention of ctx.query over a selection (nil: every block) of this layer.
+function Ring:attend(attention, selection, ctx, out, lse, hook, emitters)
+  if ctx.is_rows and ctx.seqs > self.tier.group then
+    return rows.in_parts(self, self.tier.group, attention, selection, ctx, out, lse, hook)
+  end
+  return self:attend_rows(attention, selection, ctx, out, lse, hook, emitters)
 end
 
 -- The same for no more rows than a slot has blocks.
-function Ring:attend_rows(attention, selection, ctx, out, lse)
+function Ring:attend_rows(attention, selection, ctx, out, lse, hook, emitters)
   local o = self.tier
   if C.kvl_device_is_recording(o.cache.device) == 1 then
     error("attention through a ring cannot be recorded in a graph: how many loads it "
       .. "takes depends on the lengths. A hot cache can (hot_slots)", 0)
   end
-  local plan, layer, first = prepare(self, selection, ctx, attention.reads_again or false)
+  local plan, layer, first = prepare(self, selection, ctx, emitters ~= nil)
   local part, prev_lse, next_lse = attention:scratch(ctx)
   if plan.passes == 0 then part, prev_lse = out, lse end
   check(C.kvl_ring_wait(o.ring, C.KVL_RING_BUFFER))
-  local result = attention:attend_slots(ctx, o.buffer_views[ctx.layer], plan.open_logical,
-    plan.open_slots, part, prev_lse)
+  local result = attention:attend_part(ctx, hook, o.buffer_views[ctx.layer],
+    plan.open_logical, plan.open_slots, part, prev_lse)
   check(C.kvl_ring_done(o.ring, C.KVL_RING_BUFFER))
   for pass = 0, plan.passes - 1 do
     local i, is_last = first + pass, pass == plan.passes - 1
@@ -189,36 +211,13 @@ function Ring:attend_rows(attention, selection, ctx, out, lse)
     if is_last then to = out end
     check(C.kvl_ring_wait(o.ring, slot))
     self.consumed = self.consumed + 1
-    result = attention:attend_slots(ctx, o.slot_views[slot], plan.pass_logical[pass],
+    result = attention:attend_part(ctx, hook, o.slot_views[slot], plan.pass_logical[pass],
       plan.slots, to, is_last and lse or next_lse, part, prev_lse, true)
     if not plan.stays then end_pass(self, plan, layer, i) end
     prev_lse, next_lse = next_lse, prev_lse
   end
-  self.again, self.again_layer = plan, layer
-  self.again_first = first + (plan.stays and 0 or plan.passes)
+  if emitters then read_again(self, plan, layer, first, ctx, lse, emitters) end
   return result
-end
-
--- Gives K to hooks once more, after an attend for which attention.reads_again was set.
-function Ring:read_again(attention, _, ctx, hooks)
-  local o, plan, layer = self.tier, self.again, self.again_layer
-  for _, hook in ipairs(hooks) do
-    hook:add_part(attention, ctx, o.buffer_views[ctx.layer], plan.open_logical,
-      plan.open_slots)
-  end
-  for pass = 0, plan.passes - 1 do
-    local i = self.again_first + pass
-    local slot = i % o.slots
-    if not plan.stays then
-      check(C.kvl_ring_wait(o.ring, slot))
-      self.consumed = self.consumed + 1
-    end
-    for _, hook in ipairs(hooks) do
-      hook:add_part(attention, ctx, o.slot_views[slot], plan.pass_logical[pass],
-        plan.slots)
-    end
-    end_pass(self, plan, layer, i)
-  end
 end
 
 return M

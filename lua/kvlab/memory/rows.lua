@@ -110,10 +110,10 @@ end
 
 local function narrowed(t, first, count) return t and t:narrow(first, count) end
 
---- Attends with reader:attend_rows(attention, selection, part, out, lse) for at most
--- `most` rows at a time, where a memory tier has no room for all of them. A part is a
--- view of the context, of rows part.row ... part.row + part.seqs - 1.
-function M.in_parts(reader, most, attention, selection, ctx, out, lse)
+--- Attends with reader:attend_rows(attention, selection, part, out, lse, hook) for at
+-- most `most` rows at a time, where a memory tier has no room for all of them. A part is
+-- a view of the context, of rows part.row ... part.row + part.seqs - 1.
+function M.in_parts(reader, most, attention, selection, ctx, out, lse, hook)
   out = out or tensor.open_like(ctx.query)
   for row = 0, ctx.seqs - 1, most do
     local n = math.min(most, ctx.seqs - row)
@@ -123,7 +123,7 @@ function M.in_parts(reader, most, attention, selection, ctx, out, lse)
       starts = narrowed(ctx.starts, 0, n + 1) },
       { __index = ctx })
     reader:attend_rows(attention, narrowed(selection, row, n), part,
-      out:narrow(row, n), narrowed(lse, row, n))
+      out:narrow(row, n), narrowed(lse, row, n), hook)
   end
   return out
 end

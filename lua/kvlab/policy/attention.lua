@@ -29,6 +29,7 @@ local M = {}
 ---@field cache kvlab.Cache
 ---@field prefill_policy table
 ---@field decode_policy table
+---@field context kvlab.Context  the step that began last
 ---@field hooks table|nil  attention_begin(ctx), attention_finished(ctx): see each layer
 --                         of each step, next to the policies' hooks
 ---@field probe table|nil  the observer: its observe(attention, ctx, selection, counts,
@@ -99,25 +100,19 @@ end
 local function over(self, selection, ctx, out, lse, hook, emitters)
   if selection then check.selection(ctx, selection) end
   local reader = ctx.is_prefill and self.prefill_reader or self.decode_reader
-  if not selection and not hook and ctx == self.context then
-    ctx = self.dense_context or ctx -- rows of a sequence read all of it together
-  end
+  if not selection and not hook then ctx = ctx.dense or ctx end
   local counter = self.probe and ctx.reads
   if counter then
     local blocks = counter:selected(ctx, selection)
     if hook then counter:add(blocks * hook:bytes_block()) end
   end
-  self.has_counted = true
-  if ctx.is_prefill and (hook or emitters) then
-    out = kernel_hook.attend_in_prefill(hook, emitters, self, reader, selection, ctx, out,
-      lse)
-  elseif hook then
-    out = hook:attend(self, reader, selection, ctx, out, lse)
-  else
-    out = reader:attend(self, selection, ctx, out, lse)
+  if emitters then
+    return kernel_hook.attend_in_prefill(hook, emitters, self, reader, selection, ctx,
+      out, lse)
+  elseif hook and not ctx.is_prefill then
+    return hook:attend(self, reader, selection, ctx, out, lse)
   end
-  self.has_counted = nil
-  return out
+  return reader:attend(self, selection, ctx, out, lse, hook)
 end
 
 --- The attention of such a layer, which no policy selects for and no hook changes. If KV
@@ -153,7 +148,7 @@ function M.attention(o)
     error(("attention: heads is %s, expected a multiple of kv_heads = %d"):format(
       tostring(o.heads), cache.kv_heads), 2)
   end
-  local self = setmetatable({ cache = cache, event = {},
+  local self = setmetatable({ cache = cache,
     windows = of_layers("window", o.window, cache.layers, type(o.window) == "table"),
     inv_freqs = of_layers("inv_freq", o.inv_freq, cache.layers, true) }, Attention)
   self.window_budgets = budgets_of(self.windows, cache.block_size)
@@ -175,15 +170,12 @@ function M.attention(o)
   self.emitters, self.watcher = kernel_hook.emitters(self.prefill_policy,
     self.decode_policy)
   local limits = { max_seqs = o.max_seqs or 16, max_blocks = self.shape.max_blocks,
-                   format = cache.format, soft_cap = o.soft_cap }
+    format = cache.format, soft_cap = o.soft_cap, alibi = o.alibi,
+    window = not self.windows and o.window or nil, windows = self.windows }
   self.context = context.new(self.shape, limits)
-  self.rows, self.sequences_context = rows.new(cache.device), context.new(self.shape,
-    limits)
+  self.dense_context = context.new(self.shape, limits)
+  self.rows, self.scratches = rows.new(cache.device), {}
   self.step_entry = setmetatable({ tier = cache.tier }, Step)
-  self.scratches = {}
-  self.call = { scale = self.shape.scale, alibi = o.alibi,
-                window = not self.windows and o.window or nil,
-                soft_cap = o.soft_cap, causal = true }
   self.prefill_reader, self.decode_reader = cache.tier:readers(self, o.decode_through, 2)
   return self
 end
@@ -205,34 +197,35 @@ local function check_step(self, batch, is_prefill)
     end
   end
   if not batch.tree then return end
-  local call = self.call
-  local lacks = is_prefill and "a prefill step" or call.alibi and "ALiBi"
-    or (self.windows or (call.window or 0) > 0) and "a window"
+  local ctx = self.context
+  local lacks = is_prefill and "a prefill step" or ctx.alibi and "ALiBi"
+    or (self.windows or (ctx.window or 0) > 0) and "a window"
   if lacks then options.fail("begin: the batch has a draft tree, which " .. lacks
     .. " does not go with") end
 end
 
---- Points the contexts at the step: the one that policies see, and if this is a decode
--- step of several tokens a sequence, the one of dense attention.
-local function begin_contexts(self, batch, is_prefill)
-  local of_rows = not is_prefill and (batch.tokens_count ~= batch.count or batch.tree)
-  local ctx = self.context
-  ctx.policy_name, ctx.reads = self.policy.name, nil
+--- Makes the context that of a step of `batch`; in a decode step of several tokens a
+-- sequence, that of its rows. Dense attention then has a context of its own, in which the
+-- rows of a sequence read all of it together.
+local function begin_context(self, batch, is_prefill)
+  local ctx, dense = self.context, nil
+  local p = is_prefill and self.prefill_policy or self.decode_policy
+  local reads = not is_prefill and self.reads or nil
+  ctx.is_rows = false -- until the rows are there
+  if not is_prefill and (batch.tokens_count ~= batch.count or batch.tree) then
+    dense = self.dense_context
+    dense:begin(batch, false, batch.starts)
+    dense.policy, dense.reads = p, reads
+    ctx:begin(self.rows:begin(batch), false, self.rows.row_starts)
+    dense.step = ctx.step
+  else
+    ctx:begin(batch, is_prefill, is_prefill and batch.starts or nil)
+  end
+  ctx.policy, ctx.reads, ctx.dense, ctx.is_rows = p, reads, dense, dense ~= nil
   ctx.checks_scores = self.probe ~= nil
     or not ctx.has_checked[is_prefill and "prefill" or "decode"]
-  if self.reads and not is_prefill then
-    ctx.reads = self.reads
-    ctx.reads:begin_step()
-  end
-  self.has_rows, self.dense_context, ctx.is_rows = false, nil, of_rows and true or false
-  if not of_rows then return ctx:begin(batch, is_prefill) end
-  ctx:begin(self.rows:begin(batch), false)
-  ctx.starts = self.rows.row_starts
-  local dense = self.sequences_context
-  dense:begin(batch, false)
-  dense.starts, dense.policy_name, dense.step = batch.starts, ctx.policy_name, ctx.step
-  dense.reads = ctx.reads
-  self.dense_context, self.has_rows = dense, true
+  if reads then reads:begin_step() end
+  return ctx
 end
 
 --- Starts a step, after `batch` was appended to. is_prefill: the new tokens of each
@@ -250,21 +243,19 @@ function Attention:begin(batch, is_prefill, ends_prompts)
   check_step(self, batch, is_prefill)
   local journal = self.cache.journal
   if journal.is_open then note_step(self, journal, batch.seqs) end
-  self.batch, self.ends_prompts = batch, ends_prompts
-  -- in case that the last step was interrupted
-  self.hook, self.reads_again, self.has_counted = nil, nil, nil
-  self.policy = is_prefill and self.prefill_policy or self.decode_policy
   each_policy(self, policy.note_use)
   self.cache.tier:begin(batch, is_prefill)
-  begin_contexts(self, batch, is_prefill)
-  if self.policy.step_begin then self.policy:step_begin(self.context) end
+  local ctx = begin_context(self, batch, is_prefill)
+  ctx.ends_prompts = ends_prompts
+  if ctx.policy.step_begin then ctx.policy:step_begin(ctx) end
   local watcher = is_prefill and self.watcher
-  if watcher and watcher.step_begin then watcher:step_begin(self.context) end
-  if self.has_rows then self.rows:lengthen() end
+  if watcher and watcher.step_begin then watcher:step_begin(ctx) end
+  if ctx.is_rows then self.rows:lengthen() end
 end
 
 local function take_back(self, counts)
-  local batch, step = self.batch, self.rows
+  local step = self.rows
+  local batch = step.batch
   for i = 1, batch.count do
     local seq, taken = batch.seqs[i], counts[i]
     for _, follower in ipairs(taken > 0 and self.shape.followers or {}) do
@@ -289,8 +280,9 @@ end
 -- A sequence may give back all of its tokens.
 ---@param counts integer[]
 function Attention:take_back(counts)
-  local batch, step = self.batch, self.rows
-  if not batch or not self.has_rows then
+  local step = self.rows
+  local batch = step.batch
+  if not self.context.is_rows then
     options.fail "take_back: the last step was none that decoded several tokens"
   end
   local problem = step:check_taken("take_back", counts)
@@ -302,7 +294,7 @@ function Attention:take_back(counts)
         .. "the step"):format(i, length, at_end))
     end
   end
-  self.has_rows = false
+  self.context.is_rows = false
   C.kvl_interrupt_hold(1) -- all of it or nothing
   local ok, why = pcall(take_back, self, counts)
   C.kvl_interrupt_hold(-1)
@@ -318,7 +310,7 @@ end
 
 --- Starts to bring the blocks that the decode policy expects a coming step to select.
 local function bring_ahead(self, ctx)
-  local p, ends = self.decode_policy, self.ends_prompts
+  local p, ends = self.decode_policy, ctx.ends_prompts
   if not p.predict or ctx.is_prefill and not ends then return end
   local expected = p:predict(ctx)
   if not expected then return end
@@ -329,36 +321,28 @@ end
 -- head_dim]. With inv_freq, q is rotated in place, and k may be.
 ---@return kvlab.Tensor out  [tokens, heads, head_dim]
 function Attention:forward(layer, q, k, v, out)
-  local batch, ctx, ev, p = self.batch, self.context, self.event, self.policy
-  if not batch then options.fail "forward: no step has begun, expected begin before" end
-  ev.layer, ev.blocks, ev.num_tokens = layer, batch.blocks, batch.block_tokens
-  ev.turns = batch.turns
-  ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, batch,
+  local ctx = self.context
+  local ev, p = ctx.event, ctx.policy
+  if not p then options.fail "forward: no step has begun, expected begin before" end
+  ev.layer = layer
+  ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, ctx.batch,
     self.inv_freqs and self.inv_freqs[layer])
   local hook = ctx.is_prefill and "on_prefill_offload" or "on_decode_offload"
   call_hook(self, hook, ev)
   self.cache.tier:appended(layer)
   ctx:begin_layer(layer, q, self.cache:layer(layer))
-  local dense = self.dense_context
-  if dense then dense:begin_layer(layer, q, self.cache:layer(layer)) end
   local hooks = self.hooks
   if hooks and hooks.attention_begin then hooks.attention_begin(ctx) end
   call_hook(self, "attention_begin", ctx)
-  local selection, counts
   if p.eager and C.kvl_device_is_recording(self.cache.device) == 1 then
     error(("policy %s decides at each step what to launch and cannot be recorded in a "
       .. "graph"):format(p.name), 2)
   end
   local compute = ctx.is_prefill and p.compute_prefill or p.compute_decode
-  local tokens
-  local windows = self.windows
-  if windows then
-    local window = options.entry("forward", "layer", windows, layer)
-    self.call.window = window
-    if window > 0 then compute = attend_window end
-  end
+  if self.windows and ctx.window > 0 then compute = attend_window end
   if ctx.reads then ctx.reads:begin_layer() end
   for i = 1, #self.emitting do self.emitting[i]:forget() end
+  local selection, counts, tokens
   out, selection, counts, tokens = compute(p, self, ctx, out)
   if ctx.reads and p.own_bytes and compute ~= attend_window then
     ctx.reads:own(p, ctx)
@@ -366,7 +350,7 @@ function Attention:forward(layer, q, k, v, out)
   if self.probe then self.probe:observe(self, ctx, selection, counts, tokens, out) end
   call_hook(self, "attention_finished", ctx)
   if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
-  if self.decode_reader.bring_ahead and not dense then bring_ahead(self, ctx) end
+  if self.decode_reader.bring_ahead and not ctx.is_rows then bring_ahead(self, ctx) end
   if ctx.reads then ctx.reads:end_layer(ctx, self.probe ~= nil) end
   return out
 end
@@ -375,7 +359,7 @@ end
 -- log-sum-exp to `lse` if given. For policies that override compute. Raises for a
 -- selection that is not in range, ascending and without duplicates (see check.lua).
 function Attention:over(selection, ctx, out, lse)
-  return over(self, selection, ctx, out, lse, self.policy.hook,
+  return over(self, selection, ctx, out, lse, ctx.policy.hook,
     ctx.is_prefill and self.emitters or nil)
 end
 
@@ -387,47 +371,51 @@ function Attention:direct(selection, ctx, out, lse)
   return self:attend_slots(ctx, ctx.cache, selection, nil, out, lse)
 end
 
+--- The part of `over` that a reader of a memory tier finds in `memory`, with the hook
+-- that the reader was given. The other arguments are those of attend_slots.
+---@param hook kvlab.Hook|nil
+function Attention:attend_part(ctx, hook, memory, selection, slots, out, lse, prev,
+                               prev_lse, is_past)
+  local q, format, one, scores = ctx.query, self.cache.format:of(ctx.layer), nil, nil
+  if hook then one, scores = hook:prepare(ctx) end
+  if not kernel_hook.is_in_lua(one) then
+    return ops.step.attend(ctx, q, memory, format, selection, slots, out, lse, prev,
+      prev_lse, is_past, one, scores)
+  end
+  return kernel_hook.attend_in_lua({ q = q, cache = memory, tables = ctx.tables,
+    lens = ctx.lens, starts = ctx.starts, tree = ctx.tree, selection = selection,
+    slots = slots, format = format, lse = lse, prev_out = prev, prev_lse = prev_lse,
+    scale = ctx.scale, alibi = ctx.alibi, window = ctx.window, soft_cap = ctx.soft_cap,
+    causal = not is_past, hook = one, scores = scores }, out or tensor.open_like(q))
+end
+
 --- Attention of ctx.query over the selected blocks as they lie in `memory`: block i of
 -- the selection is at slots[i]; without slots it is where ctx.tables says. If prev and
 -- prev_lse are given, their attention over other keys is merged with the result. is_past:
 -- no key is later than any query.
 function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, prev_lse,
                                 is_past)
-  local call = self.call
-  if ctx.reads and self.probe and not self.has_counted then
-    ctx.reads:selected(ctx, selection)
-  end
-  call.q, call.cache, call.tables, call.lens = ctx.query, memory, ctx.tables, ctx.lens
-  call.starts, call.selection, call.slots = ctx.starts, selection, slots
-  call.tree = ctx.tree
-  call.prev_out, call.prev_lse, call.out, call.lse = prev, prev_lse, out, lse
-  call.format = self.cache.format:of(ctx.layer)
-  call.causal = not is_past
-  call.hook, call.scores = nil, nil
-  if self.hook then self.hook:give(call, ctx) end
-  if kernel_hook.is_in_lua(call.hook) then
-    return kernel_hook.attend_in_lua(call, out or tensor.open_like(call.q))
-  end
-  return ops.step.paged_attention(call)
+  if ctx.reads and self.probe then ctx.reads:selected(ctx, selection) end
+  return self:attend_part(ctx, nil, memory, selection, slots, out, lse, prev, prev_lse,
+    is_past)
 end
 
 --- Attention of ctx.query over listed tokens. Each row must be allowed to see all of its
 -- tokens. places: i32 [rows, k] or [rows, kv_heads, k], see ops.token_attention. KV must
 -- be on the device.
 function Attention:over_tokens(places, ctx, out, lse)
-  local call = self.call
   local lacks = not self.cache.tier.is_resident and "KV in host memory"
-    or self.policy.hook and "a policy's bias, mask, log_weight and emit"
+    or ctx.policy.hook and "a policy's bias, mask, log_weight and emit"
     or ctx.is_prefill and self.emitters and "what a policy emits"
-    or call.alibi and "ALiBi"
-    or (call.window or 0) > 0 and "a window" or call.soft_cap and "a soft cap"
+    or ctx.alibi and "ALiBi"
+    or (ctx.window or 0) > 0 and "a window" or ctx.soft_cap and "a soft cap"
   if lacks then
     error(("attention over tokens does not know %s; select blocks"):format(lacks), 2)
   end
   check.places(ctx, places, self.cache.blocks * self.cache.block_size)
   if self.probe and ctx.reads then ctx.reads:listed(ctx, places) end
   return ops.step.token_attention { q = ctx.query, cache = ctx.cache, places = places,
-    out = out, scale = call.scale, format = self.cache.format:of(ctx.layer), lse = lse }
+    out = out, scale = ctx.scale, format = self.cache.format:of(ctx.layer), lse = lse }
 end
 
 local function new_scratch(self, tokens)
@@ -538,6 +526,7 @@ end
 local some = kinds.tensor_or_nil
 local SELECTED = { selection = some, ctx = objects.layer_context, out = some, lse = some }
 local OF_SEQUENCE = { seq = objects.sequence }
+local A_HOOK = options.optional(options.like("a policy's hook", "prepare", "owner"))
 arguments.methods(Attention, "an attention", {
   take_back = { counts = options.table },
   begin = { batch = objects.batch, ends_prompts = options.optional(options.table) },
@@ -546,6 +535,9 @@ arguments.methods(Attention, "an attention", {
   over = { ctx = objects.layer_context, out = some, lse = some }, direct = SELECTED,
   attend_slots = { ctx = objects.layer_context, memory = kinds.tensor, selection = some,
                    slots = some, out = some, lse = some, prev = some, prev_lse = some },
+  attend_part = { ctx = objects.layer_context, hook = A_HOOK, memory = kinds.tensor,
+                  selection = some, slots = some, out = some, lse = some, prev = some,
+                  prev_lse = some },
   over_tokens = { places = kinds.tensor, ctx = objects.layer_context, out = some,
                   lse = some },
   scratch = { ctx = objects.layer_context },

@@ -25,8 +25,8 @@ local function level_outside()
 end
 
 local function refuse(ctx, fmt, ...)
-  error(("policy %s, layer %d: %s"):format(ctx.policy_name or "?", ctx.layer or 0,
-    fmt:format(...)), level_outside())
+  error(("policy %s, layer %d: %s"):format(ctx.policy and ctx.policy.name or "?",
+    ctx.layer or 0, fmt:format(...)), level_outside())
 end
 
 --- The dims of a tensor in words.

@@ -1,5 +1,6 @@
---- What a policy sees of one layer of one step. A context lives as long as its attention
--- and is refilled at every layer.
+--- A step of an attention, and the present layer of it. It is passed down to policies,
+-- their hooks and the readers of memory tiers. What lasts for a step lies here and not in
+-- the attention, and every step sets all of it anew, so one that failed leaves nothing.
 --
 -- Scores, marks and selections come from pools of the context. A caller gets a tensor
 -- that nobody else gets until the attention of the layer is over; then the tensor goes
@@ -41,6 +42,14 @@ local M = {}
 ---@field cache kvlab.Tensor       this layer's KV memory
 ---@field device kvlab.Device
 ---@field batch kvlab.Batch        the step's batch: counts of new tokens and more
+---@field policy table             that selects in this step
+---@field ends_prompts boolean[]|nil  see Attention:begin
+---@field event table              what offload hooks get
+---@field is_rows boolean          a decode step of several tokens, see rows.lua
+---@field dense kvlab.Context|nil  what dense attention has in its place, if is_rows
+---@field alibi kvlab.Tensor|nil   f32 [heads], the slopes of the attention
+---@field window integer|nil       how many tokens a query of this layer sees; 0, nil: all
+---@field soft_cap number|nil      of the attention's scores
 ---@field checks_scores boolean    this step, scores that are all NaN are refused
 ---@field has_checked table        phases in which a step's scores have been checked
 ---@field reads kvlab.Reads|nil    counts what a decode step reads while it is observed
@@ -152,7 +161,8 @@ end
 -- ---- a step ---------------------------------------------------------------------------
 
 ---@param shape table   see policy.lua
----@param limits table  max_seqs, max_blocks, format of the cache, soft_cap
+---@param limits table  max_seqs, max_blocks, format of the cache; alibi, soft_cap, window
+--                      or windows of layers, see Attention
 function M.new(shape, limits)
   return setmetatable({
     device = shape.device, is_cpu = shape.device:is_cpu(),
@@ -161,7 +171,8 @@ function M.new(shape, limits)
     layers = shape.layers, block_size = shape.block_size, kv_heads = shape.kv_heads,
     heads = shape.heads, scale = shape.scale, format = limits.format,
     step = 0, shape_number = 0, shapes = 0, shape_numbers = {}, ramps = {},
-    soft_cap = limits.soft_cap, has_checked = {},
+    alibi = limits.alibi, soft_cap = limits.soft_cap, window = limits.window,
+    windows = limits.windows, event = {}, has_checked = {},
     chunk_budget = ffi.new "kvl_budget", few_budget = ffi.new "kvl_budget",
     scores = { [1] = new_pool(), [shape.kv_heads] = new_pool() },
     selections = { [1] = new_pool(), [shape.kv_heads] = new_pool() },
@@ -182,13 +193,15 @@ end
 
 --- Points the context at a new step: of a batch, or of the rows of one.
 ---@param batch kvlab.Batch|kvlab.Rows
-function Context:begin(batch, is_prefill)
+---@param starts kvlab.Tensor|nil  i32 [seqs + 1], where a sequence has several queries
+function Context:begin(batch, is_prefill, starts)
+  local ev = self.event
   self.step = self.step + 1
   self.is_prefill, self.sequences, self.batch = is_prefill, batch.seqs, batch
-  self.tables, self.lens = batch.tables, batch.lens
-  self.starts = is_prefill and batch.starts or nil
+  self.tables, self.lens, self.starts = batch.tables, batch.lens, starts
   self.tree, self.opens = batch.tree, batch.opens
   self.total_kv_len = batch.max_len
+  ev.blocks, ev.num_tokens, ev.turns = batch.blocks, batch.block_tokens, batch.turns
   if self.seqs ~= batch.count or self.width ~= batch.width then
     self.seqs, self.width = nil, nil -- in case that it stops on the way
     self.shape_number = number_of(self, batch.count, batch.width)
@@ -205,8 +218,12 @@ end
 ---@param memory kvlab.Tensor  the layer's KV memory
 function Context:begin_layer(layer, query, memory)
   self.layer, self.query, self.cache = layer, query, memory
+  if self.windows then
+    self.window = options.entry("begin_layer", "layer", self.windows, layer)
+  end
   give_back(self.scores)
   give_back(self.selections)
+  if self.dense then self.dense:begin_layer(layer, query, memory) end
 end
 
 local function query_of(self, what)
@@ -513,7 +530,7 @@ end
 
 local SCORES = { scores = kinds.tensor }
 arguments.methods(Context, "a context", {
-  begin = { batch = objects.batch },
+  begin = { batch = objects.batch, starts = kinds.tensor_or_nil },
   begin_layer = { layer = options.whole, query = kinds.tensor_or_nil,
                   memory = kinds.tensor_or_nil },
   mean_over_heads = SCORES, weights = SCORES,

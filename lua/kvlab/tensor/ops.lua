@@ -164,24 +164,29 @@ end
 
 local call = ffi.new "kvl_attention"
 
-function step.paged_attention(a)
-  local out = a.out or tensor.open_like(a.q)
-  call.q, call.cache, call.tables, call.lens = a.q, a.cache, a.tables, a.lens
-  call.starts, call.selection, call.slots = a.starts, a.selection, a.slots
-  call.alibi, call.prev_out, call.prev_lse = a.alibi, a.prev_out, a.prev_lse
-  call.format, call.out, call.lse = a.format, out, a.lse
-  call.window, call.soft_cap = a.window or 0, a.soft_cap or 0
-  call.scale = a.scale or 1 / math.sqrt(a.q:size(-1))
-  call.causal = a.causal == false and 0 or 1
-  local hook = a.hook
-  call.tree = a.tree
-  call.scores, call.hook = a.scores, hook and hook.code
+-- Attends from q. `of` has what is the same for all parts of a layer's memory: tables,
+-- lens, starts, tree, alibi, window, soft_cap and scale. A context has it.
+function step.attend(of, q, cache, format, selection, slots, out, lse, prev, prev_lse,
+                     is_past, hook, scores)
+  out = out or tensor.open_like(q)
+  call.q, call.cache, call.format, call.selection = q, cache, format, selection
+  call.tables, call.lens, call.starts, call.tree = of.tables, of.lens, of.starts, of.tree
+  call.slots, call.alibi, call.out, call.lse = slots, of.alibi, out, lse
+  call.prev_out, call.prev_lse, call.causal = prev, prev_lse, is_past and 0 or 1
+  call.window, call.soft_cap = of.window or 0, of.soft_cap or 0
+  call.scale = of.scale or 1 / math.sqrt(q:size(-1))
+  call.scores, call.hook = scores, hook and hook.code
   if hook then
     call.hook_arguments, call.hook_bytes = hook.words, hook.bytes
     call.hook_tensors, call.hook_tensors_count = hook.tensors, hook.count
   end
   check(C.kvl_paged_attention(call))
   return out
+end
+
+function step.paged_attention(a)
+  return step.attend(a, a.q, a.cache, a.format, a.selection, a.slots, a.out, a.lse,
+    a.prev_out, a.prev_lse, a.causal == false, a.hook, a.scores)
 end
 
 local PAGED = {

@@ -293,8 +293,7 @@ local function specs(dev_name)
           out = attention:over(nil, ctx, out)
           self.far = nil
           local ok = pcall(attention.over, attention, nil, ctx)
-          failed = not ok and self.emitted.mass == nil and not attention.reads_again
-            and attention.hook == nil
+          failed = not ok and self.emitted.mass == nil
           self.far = kv.zeros(dev, "f32", { ctx.seqs, 1, ctx.width })
           return attention:over(nil, ctx, out)
         end }

@@ -96,26 +96,15 @@ function Hook:kernels()
   return list
 end
 
---- Prepares the hook for a layer, and gives it to the arguments of attention.
-function Hook:give(call, ctx)
+--- Prepares the hook for a layer. Returns its kernel, and where attention keeps the
+-- scores; nil: there is none.
+function Hook:prepare(ctx)
   local one = code_for(self, ctx.query:type(), ctx.is_prefill)
-  call.hook, call.scores = one, nil
-  if not one then return end
+  if not one then return nil, nil end
   one.count = 0
   give_inputs(one, self.owner, ctx)
-  if next(self.emits) and not ctx.is_prefill then
-    call.scores = part_of(scores_of(self, ctx).scores, ctx)
-  end
-end
-
---- Attends with the hook in attention.hook. It is taken away also after an error, or
--- attention:direct would have it.
-local function attend(self, attention, reader, selection, ctx, out, lse)
-  attention.hook = self
-  local ok, result = pcall(reader.attend, reader, attention, selection, ctx, out, lse)
-  attention.hook = nil
-  if not ok then error(result, 0) end
-  return result
+  if ctx.is_prefill or not next(self.emits) then return one, nil end
+  return one, part_of(scores_of(self, ctx).scores, ctx)
 end
 
 --- Attends with the hook in a decode step, and computes what the policy emits.
@@ -124,16 +113,11 @@ end
 ---@param selection kvlab.Tensor|nil
 ---@param ctx kvlab.Context
 function Hook:attend(attention, reader, selection, ctx, out, lse)
-  local emits = next(self.emits)
-  local kept = emits and scores_of(self, ctx)
-  if emits then lse = lse or kept.lse end
+  if next(self.emits) then lse = lse or scores_of(self, ctx).lse end
   self:forget()
-  out = attend(self, attention, reader, selection, ctx, out, lse)
-  if emits then
-    for name, one in pairs(self.emits) do
-      self.owner.emitted[name] = self:emit(one, selection, ctx, lse,
-        attention.call.window or 0)
-    end
+  out = reader:attend(attention, selection, ctx, out, lse, self)
+  for name, one in pairs(self.emits) do
+    self.owner.emitted[name] = self:emit(one, selection, ctx, lse)
   end
   return out
 end
@@ -183,42 +167,35 @@ local function lse_of(self, ctx)
 end
 
 --- Attends in a prefill step, and computes what policies emit of it. hook: of the policy
--- that selects, or nil. emitters: the hooks of the policies that emit, or nil.
+-- that selects, or nil. emitters: the hooks of the policies that emit.
 ---@param hook kvlab.Hook|nil
----@param emitters kvlab.Hook[]|nil
+---@param emitters kvlab.Hook[]
 function M.attend_in_prefill(hook, emitters, attention, reader, selection, ctx, out, lse)
-  if not emitters then
-    return attend(hook, attention, reader, selection, ctx, out, lse)
-  end
-  for _, one in ipairs(emitters) do one:forget() end
   lse = lse or lse_of(emitters[1], ctx)
-  attention.reads_again = true
-  local ok, result = pcall(attend, hook, attention, reader, selection, ctx, out, lse)
-  attention.reads_again = nil
-  if not ok then error(result, 0) end
-  for _, one in ipairs(emitters) do one:begin_prompt(attention, ctx, lse) end
-  reader:read_again(attention, selection, ctx, emitters)
+  for _, one in ipairs(emitters) do one:begin_prompt(ctx) end
+  out = reader:attend(attention, selection, ctx, out, lse, hook, emitters)
   for _, one in ipairs(emitters) do one:end_prompt() end
-  return result
+  return out
 end
 
 --- Gives the kernel what is the same for all parts of memory that the layer's K lies in.
-function Hook:begin_prompt(attention, ctx, lse)
-  local one, call = self.prompt, attention.call
-  self.prompt_of = lse
+function Hook:begin_prompt(ctx)
+  local one = self.prompt
+  self:forget()
   for name in pairs(self.emits) do self.sums[name] = ctx:new_scores():fill_(0) end
   one:set("q_dtype", ctx.query.dtype)
   one:set("seqs", ctx.seqs)
   one:set("kv_heads", ctx.kv_heads)
-  one:set("window", call.window or 0)
-  one:set_float("scale", call.scale)
-  one:set_float("soft_cap", call.soft_cap or 0)
+  one:set("window", ctx.window or 0)
+  one:set_float("scale", ctx.scale)
+  one:set_float("soft_cap", ctx.soft_cap or 0)
 end
 
 --- Adds the blocks that lie in `memory`: those of a selection (nil: all), where the
--- tables or `slots` say, as attention:attend_slots takes them.
-function Hook:add_part(attention, ctx, memory, selection, slots)
-  local one, call = self.prompt, attention.call
+-- tables or `slots` say, as attention:attend_slots takes them. lse: of the whole
+-- attention.
+function Hook:add_part(ctx, lse, memory, selection, slots)
+  local one = self.prompt
   one.count = 0
   give_inputs(one, self.prompt_owner, ctx)
   one:give("q", ctx.query)
@@ -228,8 +205,8 @@ function Hook:add_part(attention, ctx, memory, selection, slots)
   one:give("starts", ctx.starts)
   one:give("selection", selection)
   one:give("slots", slots)
-  one:give("lse", self.prompt_of)
-  one:give("alibi", call.alibi)
+  one:give("lse", lse)
+  one:give("alibi", ctx.alibi)
   for name, out in pairs(self.sums) do one:give(self.emit_names[name], out) end
   local entries = selection and selection:size(2) or ctx.width
   one:set("rows", memory:size(0))
@@ -247,12 +224,11 @@ end
 --- The policy gets what was emitted.
 function Hook:end_prompt()
   for name in pairs(self.emits) do self.owner.emitted[name] = self.sums[name] end
-  self.prompt_of = nil
 end
 
 --- What one expression makes of the weights: f32 [seqs, kv_heads, width], 0 for blocks
 -- that were not selected. It belongs to the policy until the layer is over.
-function Hook:emit(one, selection, ctx, lse, window)
+function Hook:emit(one, selection, ctx, lse)
   local out = ctx:new_scores()
   if selection then out:fill_(0) end
   one.count = 0
@@ -266,7 +242,7 @@ function Hook:emit(one, selection, ctx, lse, window)
   one:set("kv_heads", ctx.kv_heads)
   one:set("entries", selection and selection:size(2) or ctx.width)
   one:set("selection_heads", selection and selection:size(1) or 1)
-  one:set("window", window)
+  one:set("window", ctx.window or 0)
   one.grid.x = math.ceil((selection and selection:size(2) or ctx.width) / one.teams)
   one.grid.y = ctx.seqs * ctx.kv_heads
   one:launch()
