@@ -224,7 +224,7 @@ local function begin_context(self, batch, is_prefill)
   ctx.policy, ctx.reads, ctx.dense, ctx.is_rows = p, reads, dense, dense ~= nil
   ctx.checks_scores = self.probe ~= nil
     or not ctx.has_checked[is_prefill and "prefill" or "decode"]
-  if reads then reads:begin_step() end
+  if reads then reads:forget() end
   return ctx
 end
 
@@ -340,7 +340,6 @@ function Attention:forward(layer, q, k, v, out)
   end
   local compute = ctx.is_prefill and p.compute_prefill or p.compute_decode
   if self.windows and ctx.window > 0 then compute = attend_window end
-  if ctx.reads then ctx.reads:begin_layer() end
   for i = 1, #self.emitting do self.emitting[i]:forget() end
   local selection, counts, tokens
   out, selection, counts, tokens = compute(p, self, ctx, out)

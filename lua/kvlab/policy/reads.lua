@@ -37,7 +37,7 @@ function M.new(shape, bytes_token)
   return setmetatable({ shape = shape, page = shape.block_size * bytes_token,
     scored = 0, scored_all = 0, steps = 0, attended = 0, attended_all = 0, observed = 0,
     blocks = 0, blocks_all = 0, blocks_layer = 0, rows = 0,
-    of_step = 0, has_keys = false, has_values = false, owned = {} }, Reads)
+    of_layer = 0, has_keys = false, has_values = false, owned = {} }, Reads)
 end
 
 --- The blocks of a step's sequences, over KV heads.
@@ -49,37 +49,36 @@ end
 
 -- ---- a step ---------------------------------------------------------------------------
 
---- Starts a step. Drops what was counted since the last layer that was computed, because
--- a graph replays such a step and no observer sees its layers.
-function Reads:begin_step() self.of_step = 0 end
-
---- Starts a layer.
-function Reads:begin_layer()
-  self.blocks_layer, self.has_keys, self.has_values = 0, false, false
+--- Drops what was counted since a layer ended. A step begins with this: if a graph
+-- replayed the step before, its layers never ended, and no observer saw them.
+function Reads:forget()
+  self.of_layer, self.blocks_layer, self.has_keys, self.has_values = 0, 0, false, false
   for p in pairs(self.owned) do self.owned[p] = nil end
 end
 
---- Ends a layer.
+--- Ends a layer, which has what was counted since the layer before.
 ---@param is_observed boolean  an observer was attached
 function Reads:end_layer(ctx, is_observed)
   local all = blocks_of(self, ctx)
   local steps = ctx.layer == 0 and ctx.seqs or 0
-  self.scored, self.of_step = self.scored + self.of_step, 0
-  self.scored_all, self.steps = self.scored_all + all * self.page, self.steps + steps
-  if not is_observed then return end
-  local share = 1 - (self.has_keys and 0.5 or 0) - (self.has_values and 0.5 or 0)
-  self.attended = self.attended + self.blocks_layer * self.page * share
-  self.attended_all = self.attended_all + all * self.page
-  self.blocks = self.blocks + self.blocks_layer
-  self.blocks_all = self.blocks_all + all
-  self.observed = self.observed + steps
-  self.rows = self.rows + ctx.seqs * self.shape.kv_heads
+  self.scored, self.steps = self.scored + self.of_layer, self.steps + steps
+  self.scored_all = self.scored_all + all * self.page
+  if is_observed then
+    local share = 1 - (self.has_keys and 0.5 or 0) - (self.has_values and 0.5 or 0)
+    self.attended = self.attended + self.blocks_layer * self.page * share
+    self.attended_all = self.attended_all + all * self.page
+    self.blocks = self.blocks + self.blocks_layer
+    self.blocks_all = self.blocks_all + all
+    self.observed = self.observed + steps
+    self.rows = self.rows + ctx.seqs * self.shape.kv_heads
+  end
+  self:forget()
 end
 
 -- ---- what policies read ---------------------------------------------------------------
 
 --- Counts bytes.
-function Reads:add(bytes) self.of_step = self.of_step + bytes end
+function Reads:add(bytes) self.of_layer = self.of_layer + bytes end
 
 --- Counts `bytes` for each block and KV head of a step's sequences.
 function Reads:each_block(ctx, bytes) self:add(bytes * blocks_of(self, ctx)) end
