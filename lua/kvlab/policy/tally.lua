@@ -124,7 +124,7 @@ local function new_store(self)
   local heads = self.views.heads
   return setmetatable({ tally = self, views = self.views,
     firsts = ffi.new("int32_t[?]", heads),
-    values = tensor.tensor(self.shape.device, "f32", { 1, self.flat.count }) }, Store)
+    values = tensor.tensor(self.shape.device, "f32", { 1, self.values.count }) }, Store)
 end
 
 --- An entry of the present shape; those that were used before serve again.
@@ -146,7 +146,7 @@ local function keep_stored(self, layer)
   if is_recorded and not journal.recording then return end
   local entry = is_recorded and tensor.lasting(new_store, self) or next_store(self)
   entry.layer, entry.is_recorded = layer, is_recorded
-  self.layers[layer]:gather(self.places_flat, entry.values)
+  self.layers[layer]:gather(self.views.places_flat, entry.values)
   if is_recorded then
     journal.recording[#journal.recording + 1] = entry
   else
@@ -161,7 +161,7 @@ end
 --- The numbers are those of this step's sequences, and so are those that take_back needs.
 function Store:replayed()
   local tally, kept = self.tally, self.views.kept
-  ffi.copy(self.firsts, tally.host_firsts, 4 * self.views.heads)
+  ffi.copy(self.firsts, tally.views.host_firsts, 4 * self.views.heads)
   if self.is_recorded and kept then kept[self.layer].step = tally.step end
 end
 
@@ -233,13 +233,6 @@ local function make_views(self, ctx)
   return v
 end
 
-local function use_views(self, views)
-  self.views, self.placed = views, nil
-  self.firsts, self.columns, self.places = views.firsts, views.columns, views.places
-  self.places_flat, self.values, self.flat = views.places_flat, views.values, views.flat
-  self.host_firsts = views.host_firsts
-end
-
 --- Forgets what take_back would need of the last step.
 local function forget_puts(self)
   for i = #self.puts, 1, -1 do
@@ -253,7 +246,7 @@ local function is_placed(self, ctx)
   if not self.placed then return false end
   for i = 0, ctx.seqs - 1 do
     local first = row_of(self, ctx.sequences[i + 1]) * self.row_cells
-    if self.host_firsts[i * self.heads] ~= first then return false end
+    if self.views.host_firsts[i * self.heads] ~= first then return false end
   end
   return true
 end
@@ -266,7 +259,9 @@ function Tally:begin(ctx)
     views = tensor.lasting(make_views, self, ctx)
     self.views_of[ctx.shape_number] = views
   end
-  if self.views ~= views then use_views(self, views) end
+  if self.views ~= views then
+    self.views, self.values, self.placed = views, views.values, nil
+  end
   forget_puts(self)
   self.step = ctx.step
   if is_placed(self, ctx) then return end
@@ -274,17 +269,17 @@ function Tally:begin(ctx)
   for i = 0, ctx.seqs - 1 do
     local first = row_of(self, ctx.sequences[i + 1]) * self.row_cells
     for head = 0, heads - 1 do
-      self.host_firsts[i * heads + head] = first + head * width
+      views.host_firsts[i * heads + head] = first + head * width
     end
   end
-  check(C.kvl_tensor_write(self.firsts, self.host_firsts, 4 * ctx.seqs * heads))
-  self.firsts:add(self.columns, self.places)
+  check(C.kvl_tensor_write(views.firsts, views.host_firsts, 4 * ctx.seqs * heads))
+  views.firsts:add(views.columns, views.places)
   self.placed = true
 end
 
 --- The numbers of the context's layer. Raises outside of a step.
 local function layer_of(self, ctx)
-  if not self.flat then
+  if not self.views then
     options.fail "tally: begin was not called, expected a call in step_begin"
   end
   return options.entry("tally", "layer", self.layers, ctx.layer)
@@ -292,7 +287,7 @@ end
 
 --- Reads this layer's numbers: f32 [seqs, heads, width].
 function Tally:load(ctx)
-  layer_of(self, ctx):gather(self.places_flat, self.flat)
+  layer_of(self, ctx):gather(self.views.places_flat, self.views.flat)
   if ctx.reads then ctx.reads:each_block(ctx, self:bytes_block()) end
   return self.values
 end
@@ -329,7 +324,7 @@ local function join_rows(self, ctx, numbers, is_sum)
   local v, step = self.views, ctx.batch
   if not v.kept then tensor.lasting(add_row_views, self, ctx, v) end
   local kept = v.kept[ctx.layer]
-  numbers:gather(self.places_flat, kept.before)
+  numbers:gather(v.places_flat, kept.before)
   for i = 1, #step.own do
     local first, last = step.first[i], step.first[i] + step.own[i] - 1
     for row = first + 1, is_sum and last or first do
@@ -389,7 +384,7 @@ function Tally:store(ctx)
   local numbers = layer_of(self, ctx)
   if self.journal and self.journal.is_open then keep_stored(self, ctx.layer) end
   if ctx.is_rows then join_rows(self, ctx, numbers, true) end
-  numbers:scatter_(self.places_flat, self.flat)
+  numbers:scatter_(self.views.places_flat, self.views.flat)
 end
 
 --- Adds `more` to this layer's numbers, which load has read.
@@ -457,7 +452,7 @@ function Tally:renew(ctx, make, owner)
   if self.journal and self.journal.is_open then keep_stored(self, ctx.layer) end
   chosen:copy_(self.values)
   join_rows(self, ctx, numbers, false)
-  numbers:scatter_(self.places_flat, self.flat)
+  numbers:scatter_(self.views.places_flat, self.views.flat)
   return chosen -- in self.values every row has its sequence's last
 end
 
