@@ -291,14 +291,13 @@ end
 
 --- Views of the device buffer.
 local function make_views(self)
-  self.tokens_count = nil -- if this fails, the next step makes all of them
   for _, array in ipairs(self.arrays) do
     local owner = array.is_placement and self.placement or self
     owner[array[1]] = view_of(self, array)
   end
   local s = self.sizes
-  self.tokens_count, self.width, self.words = s.tokens, s.width, s.words
-  self.touched, self.copies, self.viewed = s.touched, s.copies, s.count
+  self.width, self.touched = s.width, s.touched
+  self.tokens_count = s.tokens -- the last, as it says that all of it is there
 end
 
 --- The number of blocks of a sequence that its newest `count` tokens lie in.
@@ -365,7 +364,8 @@ local function fill_host(self, counts, tokens, copies, parents)
   end
 end
 
---- Takes the sizes of the step from its sequences, which are already lengthened.
+--- Takes the sizes of the step from its sequences, which are already lengthened. A step
+-- with the sizes of the one before has its layout and its views.
 local function measure(self, seqs, counts, total, copies, words)
   local widest, touched, max_len, open_max, turns = 1, 0, 0, 1, 0
   local size = self.cache.block_size
@@ -382,7 +382,14 @@ local function measure(self, seqs, counts, total, copies, words)
   local width = self.fixed_width
     or math.min(math.ceil(widest / 64) * 64, self.max_blocks)
   self.max_len, self.open_max, self.turns = max_len, open_max, turns
-  return fill_sizes(self.sizes, self.count, total, width, touched, copies, words)
+  local s = self.sizes
+  if self.tokens_count and s.count == self.count and s.tokens == total
+    and s.width == width and s.touched == touched and s.copies == copies
+    and s.words == words then return end
+  self.tokens_count = nil -- until the views are there, for this step or a later one
+  fill_sizes(s, self.count, total, width, touched, copies, words)
+  self.entries = lay_out(self.arrays, s, self.layout)
+  assert(self.entries <= self.room)
 end
 
 --- Lengthens the sequences and notes it in the journal. Nothing comes between the two.
@@ -409,16 +416,11 @@ local function append(self, seqs, counts, total, tokens, parents)
   local upload = next_upload(self)
   local copies = lengthen(self, seqs, counts)
   self.seqs, self.count, self.counts = seqs, #seqs, counts
-  local s = measure(self, seqs, counts, total, copies, words_of(counts, parents))
-  local n = lay_out(self.arrays, s, self.layout)
-  assert(n <= self.room)
+  measure(self, seqs, counts, total, copies, words_of(counts, parents))
   fill_host(self, counts, tokens, copies, parents)
   self.cache.tier:place(self)
-  send(self, upload, n)
-  if self.tokens_count ~= total or self.width ~= s.width or self.touched ~= s.touched
-     or self.copies ~= copies or self.viewed ~= self.count or self.words ~= s.words then
-    tensor.lasting(make_views, self)
-  end
+  send(self, upload, self.entries)
+  if not self.tokens_count then tensor.lasting(make_views, self) end
   if copies > 0 then self.cache:copy_blocks(self.copy_from, self.copy_to) end
 end
 
