@@ -1,6 +1,6 @@
 --- Paged decode attention over random block tables, 32 query heads on 8 KV heads of
--- 128, block 16: dense (P1, P2, P3), with f8e4m3 memory, with lengths that differ a lot,
--- and sparse (P4). P14 is dense decode on the CPU. Limit: reading K and V once, of all
+-- 128, block 16: dense (P1, P2, P3), with f8e4m3 and int8 memory, with lengths that differ
+-- a lot, and sparse (P4). P14 is dense decode on the CPU. Limit: reading K and V once, of all
 -- tokens or of the selected ones, at the read bandwidth of the same run.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
@@ -12,7 +12,7 @@ local KV_HEADS, BLOCK = paged.KV_HEADS, paged.BLOCK
 local function check_group(w, s, g, blocks, tokens)
   kv.scope(function()
     local function gather(half)
-      local x = paged.gather(w.cache, blocks, g, half, tokens)
+      local x = paged.gather(w.cache, blocks, g, half, tokens, w.format)
       local scale = half == 0 and w.k_scale or half == 1 and w.v_scale
       return scale and x * scale:narrow(g, 1) or x
     end
@@ -25,7 +25,11 @@ end
 local function work_of(b, lens, dtype)
   local dev, seqs, w = b.device, #lens, {}
   local tables, blocks = paged.random_tables(dev, lens)
-  w.tables, w.cache = tables, paged.random_memory(dev, dtype, blocks)
+  if dtype == "int8" then
+    w.format = kv.format { codec = dtype, kv_heads = KV_HEADS, block_size = BLOCK,
+      head_dim = paged.DIM }
+  end
+  w.tables, w.cache = tables, paged.random_memory(dev, dtype, blocks, w.format)
   w.q = kv.randn(dev, "bf16", { seqs, paged.HEADS, paged.DIM }, { seed = 2 })
   w.lens = kv.from(dev, "i32", { seqs }, lens)
   w.out = kv.full(dev, "bf16", { seqs, paged.HEADS, paged.DIM }, 0 / 0)
@@ -45,7 +49,7 @@ local function dense(lens, dtype)
     local w, total = work_of(b, lens, dtype or "bf16"), 0
     for _, len in ipairs(lens) do total = total + len end
     return { run = w.run,
-      bytes = total * paged.TOKEN * kv.dtype_bytes(dtype or "bf16"),
+      bytes = w.cache:bytes() * total / (w.cache:size(0) * BLOCK),
       check = function()
         w.run()
         for _, at in ipairs { { 0, 0 }, { #lens - 1, KV_HEADS - 1 } } do
@@ -106,6 +110,8 @@ return function(b)
   local len = length(32768)
   b:case { id = "P1-f8", name = ("paged decode, %d x %d, f8e4m3 KV"):format(16, len),
            setup = dense(same(16, len), "f8e4m3") }
+  b:case { id = "P1-int8", name = ("paged decode, %d x %d, int8 KV"):format(16, len),
+           setup = dense(same(16, len), "int8") }
   len = length(131072)
   b:case { id = "P1-zipf", name = ("paged decode, 32 of %d / i tokens"):format(len),
            setup = dense(zipf(32, len)) }

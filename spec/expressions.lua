@@ -37,8 +37,8 @@ local function poison_values(memory, o)
   end
 end
 
---- Makes the first number of each 64 of a row 127, so that the scales of int8 are 1 and it
--- holds whole numbers as they are.
+--- Makes the first number of each 64 of a row 127, so that the scales of int8 are 1 and
+-- it holds whole numbers as they are.
 local function give_scales(memory, o)
   for row = 0, #memory / o.head_dim - 1 do
     for dim = 0, o.head_dim - 1, 64 do

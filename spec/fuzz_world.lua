@@ -13,7 +13,7 @@ local root = kv.paths.root
 local SHAPE = { layers = 2, blocks = 8, block_size = 16, kv_heads = 2, head_dim = 64 }
 
 local function cache_of(offload)
-  local o = { device = "cpu", dtype = "f32", offload = offload }
+  local o = { device = "cpu", format = "f32", offload = offload }
   for name, value in pairs(SHAPE) do o[name] = value end
   return kv.cache(o)
 end

@@ -284,11 +284,6 @@ function M.int8_pages(values)
   return memory, format, held:transpose(0, 1)
 end
 
---- The formats of 8 bits that a device knows.
-function M.formats_of_8_bits(dev)
-  return dev:is_cpu() and { "f8e4m3", "int8" } or { "f8e4m3" }
-end
-
 --- The format of pages like `cache`, [blocks, 2, kv_heads, block_size, head_dim], with
 -- these scales.
 function M.format_of(cache, k_scale, v_scale)

@@ -35,8 +35,25 @@ end
 --- The budget of that many blocks, as kvl_select takes it.
 function M.budget(blocks) return ffi.new("kvl_budget", -1, blocks, 0, 0, 0) end
 
---- Random KV memory of `blocks` blocks; f8e4m3 in pieces, through bf16.
-function M.random_memory(dev, dtype, blocks)
+--- Random pages of int8, filled in pieces.
+local function random_int8(dev, blocks, format)
+  local memory = kv.tensor(dev, "u8", { blocks,
+    tonumber(kv.C.kvl_format_bytes_page(format)) })
+  local piece = 4096
+  for from = 0, blocks - 1, piece do
+    local n = math.min(piece, blocks - from) * M.BLOCK
+    kv.scope(function()
+      local rows = kv.randn(dev, "bf16", { 2, n, M.KV_HEADS, M.DIM }, { seed = 1 + from })
+      kv.ops.append_kv(rows:index(0), rows:index(1),
+        kv.arange(dev, "i64", n, from * M.BLOCK), memory, format)
+    end)
+  end
+  return memory
+end
+
+--- Random KV memory of `blocks` blocks; f8e4m3 in pieces, through bf16. format: of int8.
+function M.random_memory(dev, dtype, blocks, format)
+  if dtype == "int8" then return random_int8(dev, blocks, format) end
   local shape = { blocks, 2, M.KV_HEADS, M.BLOCK, M.DIM }
   if dtype ~= "f8e4m3" then return kv.randn(dev, dtype, shape, { seed = 1 }) end
   local memory, piece = kv.tensor(dev, dtype, shape), 4096
@@ -53,10 +70,13 @@ end
 --- K (half 0) or V (half 1) of KV head g in some blocks, the first `tokens` of them:
 -- f32 [tokens, DIM].
 ---@param blocks kvlab.Tensor  i32 [n], physical
-function M.gather(memory, blocks, g, half, tokens)
-  local rows = memory:reshape { -1, M.BLOCK * M.DIM }
-  local index = blocks * (2 * M.KV_HEADS) + (half * M.KV_HEADS + g)
-  return rows:gather_rows(index):cast("f32"):reshape({ -1, M.DIM }):narrow(0, tokens)
+---@param format? kvl_format  of the memory, if its shape does not say it
+function M.gather(memory, blocks, g, half, tokens, format)
+  local rows = kv.tensor(memory.device, "f32", { blocks:size(0), M.KV_HEADS, M.BLOCK,
+    M.DIM })
+  kv.ops.read_blocks(memory, blocks, half == 0 and rows or nil, half == 1 and rows or nil,
+    format)
+  return rows:transpose(0, 1):index(g):reshape({ -1, M.DIM }):narrow(0, tokens)
 end
 
 --- Attention of rows q [n, DIM] over gathered keys and values: out [n, DIM] and lse [n].

@@ -84,6 +84,7 @@ DEVICE uint8_t to_f8e4m3(float f) {
 template <int BYTES> struct chunk {
   static constexpr int WORDS = (BYTES + 3) / 4;
   uint32_t w[WORDS];
+  float scale; /* of int8 */
   DEVICE_MEMBER void load(const void *p) {
     if constexpr (BYTES % 16 == 0) {
 #pragma unroll
@@ -106,6 +107,7 @@ template <int BYTES> struct chunk {
   DEVICE_MEMBER void clear() {
 #pragma unroll
     for (int i = 0; i < WORDS; i++) w[i] = 0;
+    scale = 0;
   }
   DEVICE_MEMBER uint32_t u8(int i) const { return w[i / 4] >> 8 * (i % 4) & 0xFF; }
   DEVICE_MEMBER uint32_t u16(int i) const { return w[i / 2] >> 16 * (i % 2) & 0xFFFF; }
@@ -115,7 +117,19 @@ template <int BYTES> struct chunk {
     return __uint_as_float(i % 2 ? w[i / 2] & 0xFFFF0000u : w[i / 2] << 16);
   }
   DEVICE_MEMBER float f8e4m3(int i) const { return from_f8e4m3(u8(i)); }
+  DEVICE_MEMBER float int8(int i) const { return (float)(signed char)u8(i) * scale; }
 };
+
+/* The scale of number i of a strip of packed rows, and the number itself. */
+DEVICE float packed_scale(const void *strip, int64_t i, int tokens, int dim) {
+  const int group = kvl__group(KVL_CODEC_INT8), groups = (dim + group - 1) / group;
+  const void *scales = (const char *)strip + (int64_t)tokens * dim;
+  const int64_t at = i / dim * groups + i % dim / group;
+  return __uint_as_float((uint32_t)__ldg((const uint16_t *)scales + at) << 16);
+}
+DEVICE float packed_one(const void *strip, int64_t i, int tokens, int dim) {
+  return (float)((const signed char *)strip)[i] * packed_scale(strip, i, tokens, dim);
+}
 
 DEVICE void store_f32(void *p, int64_t i, float x) { ((float *)p)[i] = x; }
 DEVICE void store_f16(void *p, int64_t i, float x) { ((uint16_t *)p)[i] = to_f16(x); }

@@ -110,10 +110,12 @@ __device__ __forceinline__ uint2 next_term(float (&x)[4]) {
   return term;
 }
 
-/* Widens eight f8e4m3 to the 16-bit type T. */
-template <class T> __device__ __forceinline__ uint4 widen(const f8e4m3 *p) {
+/* Widens eight numbers of 8 bits, times a scale that f8e4m3 do not have, to the 16-bit T. */
+template <class T, class C> __device__ __forceinline__ uint4 widen(const C *p, float scale) {
   float x[8];
   load_floats(p, x);
+#pragma unroll
+  for (int e = 0; !same<C, f8e4m3> && e < 8; e++) x[e] *= scale;
   return make_uint4(pack2(x[0], x[1], T()), pack2(x[2], x[3], T()), pack2(x[4], x[5], T()),
                     pack2(x[6], x[7], T()));
 }

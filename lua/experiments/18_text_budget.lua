@@ -22,8 +22,8 @@
 -- model: a name that ./kvlab get knows, a folder of Hugging Face or a GGUF file. text: a
 -- file for perplexity, or kjv, the King James Bible of Debian's package bible-kjv-text.
 -- format: what K and V are kept in (f32, f16, bf16, f8e4m3 or int8; model: the model's
--- dtype). Without a model here, a small one with random weights reads made-up sentences (model =
--- sample). It only serves as a test: its answers are never right.
+-- dtype). Without a model here, a small one with random weights reads made-up sentences
+-- (model = sample). It only serves as a test: its answers are never right.
 local downloads = require "kvlab.downloads"
 local files = require "kvlab.files"
 local kv = require "kvlab"

@@ -106,10 +106,6 @@ struct kvl_pages kvl__pages_arg(struct kvl__call *c, const char *name,
     expect_format(c, name, format);
   }
   kvl__expect_head_dim(c);
-  if (c->status >= 0 && kvl__packs(format->codec) && !kvl_device_is_cpu(memory->device))
-    kvl__call_fail(c,
-                   "%s has %s pages on %s, expected the CPU: no kernel of a GPU knows them",
-                   name, kvl_codec_name(format->codec), kvl_device_name(memory->device));
   if (c->status < 0) return view;
   view = kvl__pages(format);
   view.memory = memory->ptr;

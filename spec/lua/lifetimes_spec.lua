@@ -169,9 +169,9 @@ support.each_device(function(dev)
       raises("index: i is 0.5, expected a whole number", t.index, t, 0.5)
     end)
 
-    it("of a cache name the dtypes that it may have", function()
-      raises('cache: dtype is "i32", expected one of f32, f16, bf16, f8e4m3', kv.cache,
-        { device = dev, dtype = "i32", layers = 1, blocks = 1, block_size = 16,
+    it("of a cache name the formats that it may have", function()
+      raises('cache: format is "i32", expected one of f32, f16, bf16, f8e4m3, int8',
+        kv.cache, { device = dev, format = "i32", layers = 1, blocks = 1, block_size = 16,
           kv_heads = 1, head_dim = 64 })
     end)
 

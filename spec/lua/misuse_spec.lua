@@ -97,7 +97,7 @@ support.each_device(function(dev)
       } do
         raises(words, open, o)
       end
-      raises('dtype is "i32", expected one of f32, f16, bf16, f8e4m3', open,
+      raises('format is "i32", expected one of f32, f16, bf16, f8e4m3, int8', open,
         { slot_blocks = 1 }, "i32")
       collectgarbage()
       collectgarbage()

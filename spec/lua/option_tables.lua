@@ -154,7 +154,7 @@ M["reading.open"] = {
 -- ---- KV memory ------------------------------------------------------------------------
 
 local function cache_options()
-  return { device = "cpu", dtype = "f32", layers = 2, blocks = 8, block_size = 4,
+  return { device = "cpu", format = "f32", layers = 2, blocks = 8, block_size = 4,
            kv_heads = 1, head_dim = 32 }
 end
 
@@ -273,7 +273,7 @@ M["kv.kernel.source"] = {
 }
 M["expression:source"] = {
   good = function()
-    return { place = "score", dtype = "bf16", group = 2, block_size = 8, head_dim = 64,
+    return { place = "score", format = "bf16", group = 2, block_size = 8, head_dim = 64,
              summary = { mean = kv.expr.k:mean "token" }, sizes = { bit = 64 } }
   end,
   call = function(o)
@@ -579,7 +579,7 @@ M["small_lm.new"] = {
 }
 local function exam_options()
   return { context = 128, prompts = 1, needles = 2, block_size = 16, seed = 1,
-           question = "sum", hops = 2, even = true }
+           question = "sum", hops = 2, even = true, format = "bf16" }
 end
 
 M["exam.open"] = {
@@ -707,8 +707,9 @@ M["kv.timeline.plot"] = {
 M["kv.synthetic"] = {
   good = function()
     return { device = "cpu", shape = "small", layers = 1, context = 64, block_size = 16,
-             max_seqs = 1, chunk = 32, dtype = "bf16", seed = 1, max_blocks = 4,
-             prefill_policy = kv.policy "full", decode_policy = kv.policy "quest",
+             max_seqs = 1, chunk = 32, dtype = "bf16", format = "bf16", seed = 1,
+             max_blocks = 4, prefill_policy = kv.policy "full",
+             decode_policy = kv.policy "quest",
              fixed_width = true, offload = { slots = 2 } }
   end,
   call = function(o) kv.synthetic(o):close() end,

@@ -139,7 +139,7 @@ local function prefill_contract(name, dev)
     end
   end)
 
-  for _, format in ipairs(support.formats_of_8_bits(dev)) do
+  for _, format in ipairs { "f8e4m3", "int8" } do
     it("works over a cache of " .. format, function()
       local dense = whole { format = format }
       support.close((run { ratio = 1, chunk = 64, format = format }), dense, 3e-6, 3e-6)
@@ -271,7 +271,7 @@ local function contract(name, dev)
     end
   end)
 
-  for _, format in ipairs(support.formats_of_8_bits(dev)) do
+  for _, format in ipairs { "f8e4m3", "int8" } do
     it("works over a cache of " .. format, function()
       local function steps(policy, o)
         return rig.decode(dev, { policy = policy, options = o, steps = 2,

@@ -152,7 +152,7 @@ describe("prefetch", function()
   --- A block of 8 MiB a layer: reading one takes milliseconds, submitting microseconds.
   local function heavy(workers, max_pending)
     local store, o = new_store(), { layers = 1, blocks = 4, kv_heads = 1,
-                                    block_size = 4096, head_dim = 256, dtype = "f32" }
+                                    block_size = 4096, head_dim = 256, format = "f32" }
     o.device = cpu
     local cache, keys = kv.cache(o), keys_of(4)
     check(C.kvl_fill(cache.memory, 1))

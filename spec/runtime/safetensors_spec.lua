@@ -173,8 +173,8 @@ describe("safetensors", function()
     if not support.is_hostile then
       return pending "only in a hostile build can allocations be made to fail"
     end
-    local path = write("{" .. entry("x", "2", 0, 8) .. "," .. entry("y", "1", 8, 12) .. "}",
-      floats(1, 2, 3))
+    local path = write("{" .. entry("x", "2", 0, 8) .. "," .. entry("y", "1", 8, 12)
+      .. "}", floats(1, 2, 3))
     for n = 1, 100 do
       kv.check(kv.C.kvl_fail_allocation(n))
       local ok, file = pcall(kv.safetensors, path)

@@ -1,14 +1,14 @@
 /* Scatters the rows of K and V of new tokens into the paged cache: the shared part of
  * append_kv, hot_append and rope_append. A thread moves N neighbours of k and the same N of
  * v, so at least two loads are in flight before a store. Neighbouring threads write a row, 16
- * bytes each. */
+ * bytes each; where numbers are packed, four of them have a group. */
 #ifndef KVL_CUDA_APPEND_ROWS_CUH
 #define KVL_CUDA_APPEND_ROWS_CUH
 
 #include "args/offload.h"
-#include "cuda/convert.cuh"
 #include "cuda/divide.cuh"
 #include "cuda/elementwise.cuh"
+#include "cuda/strip.cuh"
 
 namespace kvl {
 
@@ -20,6 +20,35 @@ template <class To>
 __device__ __forceinline__ float head_scale(const float *scales, int head) {
   if constexpr (same<To, f8e4m3>) return scales ? scales[head] : 1.f;
   else return 1.f;
+}
+/* The scale of a group whose largest magnitude is `most`: as pack_row of cpu/strip.h. */
+__device__ __forceinline__ __nv_bfloat16 packed_scale(float most, bool finite) {
+  return finite ? __float2bfloat16_rn(__fdiv_rn(most, 127.f)) : __ushort_as_bfloat16(0x7FC0);
+}
+__device__ __forceinline__ int8 packed_number(float x, float scale) {
+  const float y = scale > 0.f ? rintf(__fdiv_rn(x, scale)) : 0.f;
+  return {(int8_t)fminf(fmaxf(y, -127.f), 127.f)};
+}
+
+/* What a row keeps of N numbers; `scale` is packed ones'. */
+template <class To, int N> struct kept_pack : pack<To, N> { __nv_bfloat16 scale; };
+/* Packs numbers of which LANES neighbouring threads have a group; whole warps call it. */
+template <int LANES, class From, int N>
+__device__ __forceinline__ kept_pack<int8, N> pack_numbers(const pack<From, N> &x) {
+  kept_pack<int8, N> out;
+  float most = 0.f, other = 0.f;
+#pragma unroll
+  for (int e = 0; e < N; e++) {
+    most = fmaxf(most, fabsf(to_float(x.at[e])));
+    other += to_float(x.at[e]) * 0.f;
+  }
+  most = warp_max<LANES>(most);
+  other = warp_sum<LANES>(other);
+  out.scale = packed_scale(most, other == 0.f);
+  const float scale = __bfloat162float(out.scale);
+#pragma unroll
+  for (int e = 0; e < N; e++) out.at[e] = packed_number(to_float(x.at[e]), scale);
+  return out;
 }
 template <class To, class From, int N>
 __device__ __forceinline__ pack<To, N> convert_pack(const pack<From, N> &x, float scale) {
@@ -34,6 +63,18 @@ __device__ __forceinline__ pack<To, N> convert_pack(const pack<From, N> &x, floa
     }
     return out;
   }
+}
+
+/* The same of a KV head's numbers, whether its codec packs them or not. */
+template <class To, class From, int N>
+__device__ __forceinline__ auto kept(const pack<From, N> &x, const float *scales, int head) {
+  if constexpr (packs<To>) return pack_numbers<PACKED_GROUP / N>(x);
+  else return convert_pack<To>(x, head_scale<To>(scales, head));
+}
+/* Pieces of N numbers that threads take of a row; those of packed ones fill its last group. */
+template <class To, int N>
+__host__ __device__ __forceinline__ int append_pieces(const kvl_pages &cache) {
+  return packs<To> ? cache.key.groups * (PACKED_GROUP / N) : cache.key.dim / N;
 }
 
 /* Where a token goes; block is -1 when it is skipped. */
@@ -53,14 +94,26 @@ __device__ __forceinline__ To *row_in(const kvl_pages &c, const kvl_strips &stri
   if (block < 0 || block >= c.blocks) return nullptr;
   return (To *)((char *)c.memory + kvl__row_at(&c, &strips, block, head, offset));
 }
-template <class To, int N>
+/* Where the scale of a packed row's numbers from `dim` on lies. */
+__device__ __forceinline__ __nv_bfloat16 *scale_in(const kvl_pages &c,
+                                                   const kvl_strips &strips, int64_t block,
+                                                   int head, int offset, int dim) {
+  char *const strip = (char *)c.memory + kvl__strip_at(&c, &strips, block, head);
+  return (__nv_bfloat16 *)(strip + strips.scales) + offset * strips.groups +
+         dim / PACKED_GROUP;
+}
+template <class To, int N, class Kept>
 __device__ __forceinline__ void write_row(const kvl_pages &c, int64_t block, int offset,
-                                          int head, int dim, const pack<To, N> &k,
-                                          const pack<To, N> &v) {
+                                          int head, int dim, const Kept &k, const Kept &v) {
   To *const to = row_in<To>(c, c.key, block, head, offset);
   if (!to) return;
-  store_pack<N>(to + dim, k);
-  store_pack<N>(row_in<To>(c, c.value, block, head, offset) + dim, v);
+  store_pack<N>(to + dim, (const pack<To, N> &)k);
+  store_pack<N>(row_in<To>(c, c.value, block, head, offset) + dim, (const pack<To, N> &)v);
+  if constexpr (packs<To>) {
+    if (dim % PACKED_GROUP) return;
+    *scale_in(c, c.key, block, head, offset, dim) = k.scale;
+    *scale_in(c, c.value, block, head, offset, dim) = v.scale;
+  }
 }
 
 /* Args: kvl_append_kv_args, or kvl_hot_append_args, which also writes the hot cache. */
@@ -69,36 +122,45 @@ __global__ void __launch_bounds__(APPEND_THREADS)
     append_rows_kernel(const __grid_constant__ Args a) {
   let_next_start();
   wait_for_previous();
-  const int size = a.cache.block_size, pieces = a.cache.key.dim / N;
+  const int size = a.cache.block_size, head_dim = a.cache.key.dim;
+  const int pieces = append_pieces<To, N>(a.cache), lane = threadIdx.x % WARP;
   const int64_t row = (int64_t)a.cache.kv_heads * pieces, count = a.tokens * row;
-  for (int64_t i = blockIdx.x * (int64_t)APPEND_THREADS + threadIdx.x; i < count;
-       i += (int64_t)gridDim.x * APPEND_THREADS) {
+  /* Where numbers are packed, the lanes of a warp stay together. */
+  for (int64_t i = blockIdx.x * (int64_t)APPEND_THREADS + threadIdx.x;
+       (packs<To> ? i - lane : i) < count; i += (int64_t)gridDim.x * APPEND_THREADS) {
     int64_t token, in_row;
     divide(i, row, &token, &in_row);
     const int head = (int)in_row / pieces, dim = ((int)in_row - head * pieces) * N;
-    const int64_t place = a.places[token];
-    const pack<From, N> k_raw = load_pack<N>((const From *)a.k + i * N);
-    const pack<From, N> v_raw = load_pack<N>((const From *)a.v + i * N);
+    const bool inside = !packs<To> || (i < count && dim < head_dim);
+    const int64_t place = inside ? a.places[token] : -1;
+    const int64_t from = packs<To> ? (token * a.cache.kv_heads + head) * head_dim + dim
+                                   : i * N;
+    pack<From, N> k_raw = {}, v_raw = {};
+    if (inside) {
+      k_raw = load_pack<N>((const From *)a.k + from);
+      v_raw = load_pack<N>((const From *)a.v + from);
+    }
     const token_place to(place, size);
-    const pack<To, N> k = convert_pack<To>(k_raw, head_scale<To>(a.cache.k_scale, head));
-    const pack<To, N> v = convert_pack<To>(v_raw, head_scale<To>(a.cache.v_scale, head));
+    const auto k = kept<To>(k_raw, a.cache.k_scale, head);
+    const auto v = kept<To>(v_raw, a.cache.v_scale, head);
+    if (!inside) continue;
     if constexpr (same<Args, kvl_hot_append_args>) {
       const bool is_block = to.block >= 0 && to.block < a.hot.blocks;
       const int64_t hot = is_block ? a.hot.slot_of[head * a.hot.blocks + to.block] : -1;
-      write_row(a.hot.memory, hot, to.offset, head, dim, k, v);
+      write_row<To, N>(a.hot.memory, hot, to.offset, head, dim, k, v);
       if (a.buffer.memory) {
         const token_place open(a.buffer_places[token], size);
-        write_row(a.buffer, open.block, open.offset, head, dim, k, v);
+        write_row<To, N>(a.buffer, open.block, open.offset, head, dim, k, v);
       }
     }
-    write_row(a.cache, to.block, to.offset, head, dim, k, v);
+    write_row<To, N>(a.cache, to.block, to.offset, head, dim, k, v);
   }
 }
 
 template <class From, class To, class Args>
 int start_append(const Args &a, const kvl_cuda_queue *q) {
   constexpr int N = sizeof(To) == 1 ? 16 : 8; /* head_dim is a multiple of this */
-  int64_t pieces = a.tokens * a.cache.kv_heads * (a.cache.key.dim / N);
+  int64_t pieces = a.tokens * a.cache.kv_heads * append_pieces<To, N>(a.cache);
   return launch_programmatic(append_rows_kernel<N, From, To, Args>,
                              grid(pieces, APPEND_THREADS, q), APPEND_THREADS, 0, q, a);
 }
@@ -110,6 +172,8 @@ template <class Args> int append_rows(const Args &a, const kvl_cuda_queue *q) {
   int status = KVL_OK;
   if (a.cache.codec == KVL_DTYPE_F8E4M3) {
     KVL_CUDA_BY_FLOAT(a.dtype, From, { status = start_append<From, f8e4m3>(a, q); })
+  } else if (a.cache.codec == KVL_CODEC_INT8) {
+    KVL_CUDA_BY_FLOAT(a.dtype, From, { status = start_append<From, int8>(a, q); })
   } else {
     KVL_CUDA_BY_FLOAT(a.cache.codec, To, {
       if (a.dtype == a.cache.codec) status = start_append<To, To>(a, q);

@@ -9,12 +9,14 @@
 #define KVL_CUDA_EMISSION_CUH
 
 #include "cuda/select/score_mma.cuh"
+#include "cuda/strip.cuh"
 
 #include "cuda/expression.cuh"
 
 /* Brings SLICE keys into tiles of 16, from key `first` of the blocks on: block b has counts[b]
- * keys, from byte start[b] of the cache on. What is no key becomes zeros. */
-template <class T, int D, int DIM, int TOKENS, int BLOCKS, int SLICE, int THREADS>
+ * keys, from byte start[b] of the cache on. What is no key becomes zeros. C is the type of an
+ * element in memory, T in the tiles: packed numbers become floats. */
+template <class C, class T, int D, int DIM, int TOKENS, int BLOCKS, int SLICE, int THREADS>
 DEVICE void emission_keys(char *tiles, const kvl_pages *cache, const int64_t *start,
                           const int *counts, int first) {
   constexpr int N = 16 / (int)sizeof(T), PIECES = D / N;
@@ -23,11 +25,17 @@ DEVICE void emission_keys(char *tiles, const kvl_pages *cache, const int64_t *st
     const int key = i / PIECES, piece = i % PIECES;
     const int block = (first + key) / TOKENS, token = (first + key) % TOKENS;
     const bool has = block < BLOCKS && token < counts[block] && piece * N < DIM;
-    const T *from = (const T *)((const char *)cache->memory + (has ? start[block] : 0)) +
-                    (has ? token * DIM + piece * N : 0);
+    const char *strip = (const char *)cache->memory + (has ? start[block] : 0);
     char *to = tiles +
                (key / 16 * 16 * PIECES + kvl::score_piece<PIECES>(key % 16, piece)) * 16;
-    kvl::copy_async(kvl::shared_address(to), from, has);
+    if constexpr (kvl::packs<C>) {
+      kvl::pack<T, N> x = {};
+      if (has) x = kvl::load_row<C, N>(cache->key, strip, token, piece * N);
+      kvl::store_pack<N>((T *)to, x);
+    } else {
+      kvl::copy_async(kvl::shared_address(to),
+                      (const T *)strip + (has ? token * DIM + piece * N : 0), has);
+    }
   }
   kvl::copy_commit();
   kvl::copy_wait<0>();

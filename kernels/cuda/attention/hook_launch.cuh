@@ -7,7 +7,7 @@
 #include <stdio.h>
 
 #include "args/attention.h"
-#include "cuda/convert.cuh"
+#include "cuda/strip.cuh"
 #include "cuda/driver.cuh"
 #include "hook.h"
 #include "cuda/launch.cuh"
@@ -18,6 +18,12 @@ template <class T> constexpr const char *type_name = "f32";
 template <> inline constexpr const char *type_name<__half> = "f16";
 template <> inline constexpr const char *type_name<__nv_bfloat16> = "bf16";
 template <> inline constexpr const char *type_name<f8e4m3> = "f8";
+template <> inline constexpr const char *type_name<int8> = "int8";
+
+/* What the name of a kernel for 16-bit queries ends with. */
+template <class C> constexpr const char *codec_suffix = "";
+template <> inline constexpr const char *codec_suffix<f8e4m3> = "_f8";
+template <> inline constexpr const char *codec_suffix<int8> = "_int8";
 
 /* What a kernel gets of a hook: the policy's struct has the same layout (print/cuda.lua). */
 struct hook_argument {

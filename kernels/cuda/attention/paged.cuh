@@ -6,6 +6,7 @@
 #include "args/attention.h"
 #include "cuda/mma.cuh"
 #include "cuda/programmatic.cuh"
+#include "cuda/strip.cuh"
 
 namespace kvl {
 
@@ -25,10 +26,16 @@ template <class F> __device__ __forceinline__ int prefix_count(int n, F holds) {
   return low;
 }
 
-/* A key's row of K (in bytes from the cache's start) and its position in the sequence. */
+/* A key's row of K (in bytes from the cache's start), its position in the sequence and its
+ * token in the block. */
 struct paged_row {
   int64_t offset;
   int position; /* -1: there is no key, whatever that memory holds */
+  int token;
+  /* Where the scales of a packed row begin, in bytes from the cache's start. */
+  __device__ int64_t scales(const kvl_strips &of) const {
+    return offset + of.scales + (int64_t)token * (2 * of.groups - of.bytes_row);
+  }
 };
 
 /* Where a key lies: its token in a physical block; the block number comes unchecked. */
@@ -84,8 +91,9 @@ struct paged_keys {
   }
   /* The key's row, whether the key is seen or not; position -1: there is no block. */
   __device__ paged_row row_of(const paged_block &b) const {
-    if (b.physical < 0 || b.physical >= blocks) return {0, -1}; /* no slot, bad table */
-    return {kvl__row_at(&a.cache, &a.cache.key, b.physical, kv_head, b.token), b.position};
+    if (b.physical < 0 || b.physical >= blocks) return {0, -1, 0}; /* no slot, bad table */
+    return {kvl__row_at(&a.cache, &a.cache.key, b.physical, kv_head, b.token), b.position,
+            b.token};
   }
   __device__ paged_row find(int key) const {
     paged_row row = row_of(look_up(key, key / block_size));

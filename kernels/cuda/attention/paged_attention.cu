@@ -2,8 +2,8 @@
  * them. prev_out and prev_lse may give an attention over other keys, which is merged in.
  *
  *   q          f32 f16 bf16  [tokens, heads, head_dim]
- *   cache      like q or f8e4m3, any dtype for f32 q  [blocks, 2, kv_heads, block_size,
- *                            head_dim], with k_scale, v_scale f32 [kv_heads] of f8e4m3
+ *   cache      pages of q's dtype, f8e4m3 or int8; any codec for f32 q; with k_scale,
+ *                            v_scale f32 [kv_heads] of f8e4m3
  *   tables     i32           [seqs, max_blocks]
  *   lens       i32           [seqs]
  *   starts     i32           [seqs + 1]                 NULL: decode
@@ -23,7 +23,7 @@
  *                              rows; wgmma_plan.cuh divides its work
  *           paged_prefill.cuh  16-bit prefill elsewhere, and other head_dims
  *           paged_mend.cuh     after both: rows in which V of unseen keys was NaN
- *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
+ *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA; decode over int8
  *           hook.cuh           all of them can be compiled with a hook at run time
  * Bytes     decode: 2 * keys * head_dim * element a KV head, once; limit: memory
  * Flops     prefill: 4 * rows * keys * head_dim a head; limit: tensor cores
@@ -57,11 +57,16 @@ namespace {
 
 using hooked = kvl_hooked_attention_args;
 
+/* Does paged_f32.cuh decode a call? */
+bool decodes_in_f32(const kvl_paged_attention_args &a) {
+  return a.dtype == KVL_DTYPE_F32 || kvl__packs(a.cache.codec);
+}
+
 /* How many query rows a decode kernel packs together: a group's K and V are read once for
  * each pack. */
 int decode_rows(const kvl_paged_attention_args &a) {
   int group = (int)(a.heads / a.cache.kv_heads);
-  if (a.dtype != KVL_DTYPE_F32) return 16;
+  if (!decodes_in_f32(a)) return 16;
   return group == 1 ? 1 : group <= 4 ? 4 : 8;
 }
 
@@ -80,9 +85,11 @@ template <int D> using shape_f8 = decode_shape<D, true>;
 template <int D> using shape_f32 = f32_shape<float, D>;
 template <int D> using shape_f32_half = f32_shape<__half, D>;
 template <int D> using shape_f32_f8 = f32_shape<f8e4m3, D>;
+template <int D> using shape_f32_int8 = f32_shape<int8, D>;
 decode_kind decode_kind_of(const kvl_paged_attention_args &a) {
   const int d = a.cache.key.dim;
   const bool f8 = a.cache.codec == KVL_DTYPE_F8E4M3;
+  if (kvl__packs(a.cache.codec)) return kind_of_dim<shape_f32_int8>(d);
   if (a.dtype != KVL_DTYPE_F32)
     return f8 ? kind_of_dim<shape_f8>(d) : kind_of_dim<shape_16bit>(d);
   if (a.cache.codec == KVL_DTYPE_F32) return kind_of_dim<shape_f32>(d);
@@ -95,7 +102,7 @@ int64_t count_parts(const kvl_paged_attention_args &a, const split_place &p) {
 }
 /* Does a decode note rows to mend? A hook may hide a key from one head and show it to another. */
 bool decode_notes(const kvl_paged_attention_args &a, bool hooked) {
-  return hooked && a.dtype != KVL_DTYPE_F32;
+  return hooked && !decodes_in_f32(a);
 }
 size_t place_bytes(const kvl_paged_attention_args &a, const split_place &p, bool hooked) {
   const size_t notes = decode_notes(a, hooked) ? note_bytes(a) : 0;
@@ -126,8 +133,7 @@ split_place decode_place(const kvl_paged_attention_args &a, int sm_count, bool h
   while (p.team() < kind.most_team) p.team_shift++;
   while (p.team() > 1 && warps / p.team() / units < 4 * a.seqs) p.team_shift--;
   /* A share reads at least 8 times the bytes of its partial result. */
-  const int dtype = a.cache.codec;
-  const int bytes = dtype == KVL_DTYPE_F8E4M3 ? 1 : dtype == KVL_DTYPE_F32 ? 4 : 2;
+  const int bytes = kvl__bits(a.cache.codec) / 8;
   p.least = ceil_div(8 * p.rows * (int)sizeof(float), 2 * bytes * kind.tile_keys);
   if (p.least < p.team()) p.least = p.team();
   const int64_t keys = (a.selection ? a.max_selected : a.max_blocks) * a.cache.block_size;
@@ -189,8 +195,7 @@ int launch_prefill(const hooked &h, const kvl_cuda_queue *q) {
   uint8_t *notes = (uint8_t *)a.workspace;
   if (h.hook) {
     hook_kernel k = {"", (int)grid.x, (int)grid.y, shape::THREADS, shape::SHARED_BYTES};
-    snprintf(k.name, sizeof k.name, "prefill_%s_%d%s", type_name<T>, D,
-             same<T, C> ? "" : "_f8");
+    snprintf(k.name, sizeof k.name, "prefill_%s_%d%s", type_name<T>, D, codec_suffix<C>);
     return launch_hooked(h, k, &a, &subgroups, q, &notes);
   }
   int status = allow_shared<paged_prefill<T, D, C>>(q, shape::SHARED_BYTES);
@@ -283,8 +288,11 @@ template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cud
 template <class T> int launch_hooked_mend(const hooked &h, const kvl_cuda_queue *q) {
   const uint8_t *notes = (const uint8_t *)h.base.workspace;
   hook_kernel k = {"", mend_blocks(h.base, q->sm_count), 1, MEND_WARPS * WARP, 0, true};
-  const bool f8 = h.base.cache.codec == KVL_DTYPE_F8E4M3;
-  snprintf(k.name, sizeof k.name, "mend_%s%s", type_name<T>, f8 ? "_f8" : "");
+  const int codec = h.base.cache.codec;
+  snprintf(k.name, sizeof k.name, "mend_%s%s", type_name<T>,
+           codec == KVL_CODEC_F8E4M3 ? codec_suffix<f8e4m3>
+           : codec == KVL_CODEC_INT8 ? codec_suffix<int8>
+                                     : "");
   return launch_hooked(h, k, &h.base, &notes, q);
 }
 
@@ -296,6 +304,7 @@ template <class T> int launch_16bit_prefill(const hooked &h, const kvl_cuda_queu
                           [&](auto dim) { return launch_hooked_wgmma<T, dim.value>(h, q); });
   }
   if (a.cache.codec == KVL_DTYPE_F8E4M3) return launch_prefill_dim<T, f8e4m3>(h, q);
+  if (a.cache.codec == KVL_CODEC_INT8) return launch_prefill_dim<T, int8>(h, q);
   return launch_prefill_dim<T, T>(h, q);
 }
 
@@ -324,10 +333,10 @@ int launch(const hooked &h, const kvl_cuda_queue *q) {
   if (!aligned16(a.q, a.cache.memory, a.prev_out, a.out))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
   int status = KVL_ERR_UNSUPPORTED;
-  if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(h, q);
+  if (!a.starts && kvl__packs(a.cache.codec)) status = launch_f32_dim<int8>(h, q);
+  else if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(h, q);
   else if (a.dtype == KVL_DTYPE_F16) status = launch_16bit<__half>(h, q);
-  else if (a.cache.codec == KVL_DTYPE_F8E4M3) status = launch_f32_dim<f8e4m3>(h, q);
-  else { KVL_CUDA_BY_FLOAT(a.cache.codec, T, status = launch_f32_dim<T>(h, q);) }
+  else { KVL_CUDA_BY_CODEC(a.cache.codec, C, status = launch_f32_dim<C>(h, q);) }
   return status < 0 ? status : kvl__cuda_launched();
 }
 

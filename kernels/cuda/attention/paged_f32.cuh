@@ -1,5 +1,6 @@
-/* Paged attention for f32 queries (decode and prefill) over a cache of any dtype, in fp32 on
- * the FMA units: tf32 would lose 13 bits of q.
+/* Paged attention for f32 queries (decode and prefill) over a cache of any codec, in fp32 on
+ * the FMA units: tf32 would lose 13 bits of q. Decode over a codec that packs numbers is here
+ * for queries of any dtype.
  *
  * Up to ROWS query rows that share a KV head are taken together: the heads of a group, and in
  * prefill several tokens. A key's row is spread over LANES = D / 8 lanes with 8 dims each, so
@@ -25,7 +26,8 @@ template <class T, int D> struct f32_shape {
   static constexpr int KEYS = FIT < WARP ? FIT : WARP; /* of a tile */
   static constexpr int TILE_BYTES = KEYS * PIECES * 16, STAGE_BYTES = 2 * TILE_BYTES;
   static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
-  static constexpr int SHARED_BYTES = RING_BYTES + WARPS * STAGES * KEYS * 4;
+  static constexpr int WORDS = packs<T> ? 5 : 1; /* of a key: its position, and scales */
+  static constexpr int SHARED_BYTES = RING_BYTES + WARPS * STAGES * KEYS * WORDS * 4;
   static_assert(KEYS % (4 * SIDE) == 0, "a tile is whole batches");
 };
 
@@ -62,6 +64,21 @@ template <class T, int D, int ROWS> struct f32_state {
     return (e / N * LANES + (int)threadIdx.x % LANES) * N + e % N;
   }
 
+  /* Where the scales of a stage's keys are, of packed numbers: behind all warps' positions. */
+  static __device__ uint4 *scales_of(int *positions, int stage, int key) {
+    extern __shared__ __align__(128) char shared[];
+    const int own = (int)(positions - (int *)(shared + shape::RING_BYTES));
+    uint4 *const all = (uint4 *)((int *)(shared + shape::RING_BYTES) +
+                                 shape::WARPS * shape::STAGES * shape::KEYS);
+    return all + own + stage * shape::KEYS + key;
+  }
+  /* Two scales of a row from `group` on, of those that it has. */
+  static __device__ uint32_t load_scales(const char *scales, int group, int groups) {
+    const uint16_t *const at = (const uint16_t *)scales;
+    return (group < groups ? at[group] : 0u) | (group + 1 < groups ? at[group + 1] : 0u)
+                                                   << 16;
+  }
+
   /* Attends to tiles tile, tile + step, ... before tile_end. Keys is paged_keys, or a type
    * that finds rows in the same way. A hook gets the sequence and its length. */
   template <class Keys, class H = no_hook>
@@ -77,9 +94,21 @@ template <class T, int D, int ROWS> struct f32_state {
     const char *cache = (const char *)a.cache.memory;
     const int64_t to_value = keys.to_value();
 
+    uint4 scales = {}; /* of the key that was found last: up to four of K, and of V */
     auto find = [&](int t) {
-      paged_row none = {0, -1};
-      return t < tile_end && lane < KEYS ? keys.find(t * KEYS + lane) : none;
+      const paged_row none = {0, -1, 0};
+      const paged_row row = t < tile_end && lane < KEYS ? keys.find(t * KEYS + lane) : none;
+      if constexpr (packs<T>) {
+        scales = {};
+        if (row.position >= 0) {
+          const char *const at = cache + row.scales(a.cache.key);
+          scales = make_uint4(load_scales(at, 0, a.cache.key.groups),
+                              load_scales(at, 2, a.cache.key.groups),
+                              load_scales(at + to_value, 0, a.cache.key.groups),
+                              load_scales(at + to_value, 2, a.cache.key.groups));
+        }
+      }
+      return row;
     };
     auto fetch = [&](int stage, const paged_row &row) {
       uint32_t at_k = ring_at + stage * shape::STAGE_BYTES;
@@ -95,14 +124,24 @@ template <class T, int D, int ROWS> struct f32_state {
                    valid ? k + to_value : cache, valid);
       }
       if (lane < KEYS) positions[stage * KEYS + lane] = row.position;
+      if constexpr (packs<T>)
+        if (lane < KEYS) *scales_of(positions, stage, lane) = scales;
     };
-    auto load_row = [&](const char *tile_at, int key, float(&x)[8]) {
+    auto load_row = [&](int stage, bool is_value, int key, float(&x)[8]) {
+      const char *const tile_at = ring + stage * shape::STAGE_BYTES +
+                                  is_value * shape::TILE_BYTES;
 #pragma unroll
       for (int e = 0; e < 8; e += N) {
         float part[N];
         load_floats((const T *)(tile_at + key * PIECES * 16) + dim_of(e), part);
 #pragma unroll
         for (int i = 0; i < N; i++) x[e + i] = part[i];
+      }
+      if constexpr (packs<T>) {
+        const uint4 *const at = scales_of(positions, stage, key);
+        const float scale = scale_at((const char *)at + is_value * 8, dim_of(0));
+#pragma unroll
+        for (int e = 0; e < 8; e++) x[e] *= scale;
       }
     };
 
@@ -126,7 +165,10 @@ template <class T, int D, int ROWS> struct f32_state {
 #pragma unroll
       for (int e = 0; e < 8; e++) {
         out[r][e] = 0.f;
-        q[r][e] = row && dim_of(e) < head_dim ? row[dim_of(e)] * scale : 0.f;
+        if (!row || dim_of(e) >= head_dim) q[r][e] = 0.f;
+        else if constexpr (packs<T>) /* q of any dtype */
+          q[r][e] = load_any(a.q, a.dtype, row - (const float *)a.q + dim_of(e)) * scale;
+        else q[r][e] = row[dim_of(e)] * scale;
       }
     }
     /* Which of four scores this lane ends up with. */
@@ -140,14 +182,12 @@ template <class T, int D, int ROWS> struct f32_state {
       fetch(stage == 0 ? STAGES - 1 : stage - 1, next);
       copy_commit();
       next = find(tile + STAGES * step);
-      const char *k_tile = ring + stage * shape::STAGE_BYTES;
-      const char *v_tile = k_tile + shape::TILE_BYTES;
 #pragma unroll 1
       for (int batch = 0; batch < KEYS; batch += 4 * SIDE) {
         float p[ROWS][4], x[8];
 #pragma unroll
         for (int u = 0; u < 4; u++) {
-          load_row(k_tile, batch + u * SIDE + side, x);
+          load_row(stage, false, batch + u * SIDE + side, x);
 #pragma unroll
           for (int r = 0; r < ROWS; r++) {
             float dot = 0.f;
@@ -190,7 +230,7 @@ template <class T, int D, int ROWS> struct f32_state {
         }
 #pragma unroll
         for (int u = 0; u < 4; u++) {
-          load_row(v_tile, batch + u * SIDE + side, x);
+          load_row(stage, true, batch + u * SIDE + side, x);
 #pragma unroll
           for (int r = 0; r < ROWS; r++)
             if (p[r][u] != 0.f) /* V of a key that is not seen may be NaN */

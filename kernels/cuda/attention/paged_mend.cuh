@@ -62,7 +62,20 @@ template <class F> __device__ __forceinline__ void each_key(const paged_keys &ke
   const int lane = threadIdx.x % WARP;
 #pragma unroll 1
   for (int first = keys.a.selection ? 0 : keys.begin; first < keys.keys; first += WARP)
-    give(first + lane < keys.keys ? keys.find(first + lane) : paged_row{0, -1});
+    give(first + lane < keys.keys ? keys.find(first + lane) : paged_row{0, -1, 0});
+}
+
+/* N numbers of a key's row of K or, `after` bytes further on, of V. */
+template <class C, int N>
+__device__ __forceinline__ void key_numbers(const kvl_pages &c, const paged_row &key,
+                                            int64_t after, int dim, float (&x)[N]) {
+  const char *const memory = (const char *)c.memory + after;
+  load_floats((const C *)(memory + key.offset) + dim, x);
+  if constexpr (packs<C>) {
+    const float scale = scale_at(memory + key.scales(c.key), dim);
+#pragma unroll
+    for (int e = 0; e < N; e++) x[e] *= scale;
+  }
 }
 
 /* Is V of a key that the row does not see, and that may share a tile with it, not finite? */
@@ -74,11 +87,9 @@ __device__ bool hides_poison(const kvl_paged_attention_args &a, const mend_row &
   bool finite = true;
   each_key(near, [&](const paged_row &key) {
     if (key.position < 0 || r.sees(a, key.position)) return;
-    const C *const v = (const C *)((const char *)a.cache.memory + key.offset +
-                                   near.to_value());
     for (int d = 0; d < a.cache.value.dim; d += 8) {
       float x[8];
-      load_floats(v + d, x);
+      key_numbers<C>(a.cache, key, near.to_value(), d, x);
 #pragma unroll
       for (int e = 0; e < 8; e++) finite = finite && x[e] * 0.f == 0.f;
     }
@@ -99,8 +110,6 @@ __device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r
   const float slope = a.alibi ? a.alibi[r.head] * LOG2E : 0.f;
   float m = -INFINITY, l = 0.f, sums[DIMS] = {};
   each_key(keys, [&](const paged_row &key) {
-    const char *const at = (const char *)a.cache.memory + key.offset;
-    const C *const k = (const C *)at, *const v = (const C *)(at + keys.to_value());
     float s = -INFINITY;
     if (key.position >= 0 && r.sees(a, key.position)) {
       s = 0.f;
@@ -108,7 +117,7 @@ __device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r
       for (int d = 0; d < head_dim; d += 8) {
         float x[8], y[8];
         load_floats(q + d, x);
-        load_floats(k + d, y);
+        key_numbers<C>(a.cache, key, 0, d, y);
 #pragma unroll
         for (int e = 0; e < 8; e++) s += x[e] * y[e];
       }
@@ -129,11 +138,16 @@ __device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r
 #pragma unroll 1
     for (unsigned rest = __ballot_sync(ALL_LANES, s != -INFINITY); rest; rest &= rest - 1) {
       const int from = __ffs(rest) - 1;
-      const C *const row = (const C *)__shfl_sync(ALL_LANES, (unsigned long long)v, from);
+      const paged_row row = {__shfl_sync(ALL_LANES, (long long)key.offset, from), 0,
+                             __shfl_sync(ALL_LANES, key.token, from)};
       const float by = __shfl_sync(ALL_LANES, weight, from);
 #pragma unroll
       for (int i = 0; i < DIMS; i++)
-        if (i * WARP + lane < head_dim) sums[i] += by * to_float(row[i * WARP + lane]);
+        if (i * WARP + lane < head_dim) {
+          float x[1];
+          key_numbers<C>(a.cache, row, keys.to_value(), i * WARP + lane, x);
+          sums[i] += by * x[0];
+        }
     }
   });
   row_end end = end_row(a, r.row, m, warp_sum(l));

@@ -5,8 +5,8 @@
  * of the group, so short chunks fill a tile, and K and V are fetched once for the group. Each
  * of the 8 warps owns 16 rows and walks over all keys in tiles of KEYS. Asynchronous copies
  * double-buffer the tiles of K and V: tile j + 1 arrives while tile j is used, with one
- * barrier per tile. f8e4m3 is converted to q's type on the way to shared memory, by plain
- * loads and stores; the scales of K and V are applied to scores and to sums.
+ * barrier per tile. Numbers of 8 bits are converted to q's type on the way to shared memory, by
+ * plain loads and stores; the scales of K and V are applied to scores and to sums.
  *
  * Versions, 32K causal, bf16, head_dim 128, H100, 2026-11-20:
  *   1  8 warps x 16 rows, q in registers                               294 TFLOP/s
@@ -36,9 +36,9 @@ template <int D> struct prefill_shape {
 
 /* The rows of three tiles: tile j + 2 is looked up while tile j + 1 is copied and tile j is
  * used. */
-template <int KEYS> struct row_lists {
+template <int KEYS, bool PACKED> struct row_lists {
   int length; /* of the sequence; here for draft trees, as registers are short */
-  int64_t offset[3][KEYS];
+  int64_t offset[3][KEYS], scales[3][PACKED ? KEYS : 1];
   int position[3][KEYS];
   int whole[3][KEYS / WARP]; /* whether all of these 32 keys exist */
 };
@@ -46,23 +46,25 @@ template <int KEYS> struct row_lists {
 /* ---- tiles of keys --------------------------------------------------------------------- */
 
 /* Looks up the rows of tile t. */
-template <int KEYS>
-__device__ __forceinline__ void find_rows(const paged_walk &walk, row_lists<KEYS> &lists,
-                                          int t, int tid, int lane, int warp) {
+template <int KEYS, bool PACKED>
+__device__ __forceinline__ void find_rows(const paged_walk &walk,
+                                          row_lists<KEYS, PACKED> &lists, int t, int tid,
+                                          int lane, int warp) {
   if (tid >= KEYS) return;
   paged_row row = walk.find(t * KEYS + tid);
   lists.offset[t % 3][tid] = row.offset;
+  if constexpr (PACKED) lists.scales[t % 3][tid] = row.scales(walk.a.cache.key);
   lists.position[t % 3][tid] = row.position;
   int whole = __all_sync(ALL_LANES, row.position >= 0);
   if (lane == 0) lists.whole[t % 3][warp] = whole;
 }
 
 /* Starts to copy tile t to its buffer, K and then V. Its rows were found before the last
- * barrier. C is the type of the cache: T or f8e4m3. */
+ * barrier. C is the type of the cache: T, f8e4m3 or int8. */
 template <class T, int D, class C>
-__device__ __forceinline__ void fetch_tile(const row_lists<prefill_shape<D>::KEYS> &lists,
-                                           const char *cache, int64_t to_value, int head_dim,
-                                           uint32_t tiles_at, int t) {
+__device__ __forceinline__ void fetch_tile(
+    const row_lists<prefill_shape<D>::KEYS, packs<C>> &lists, const char *cache,
+    int64_t to_value, int head_dim, uint32_t tiles_at, int t) {
   using shape = prefill_shape<D>;
   constexpr int PIECES = shape::PIECES;
   const int tid = threadIdx.x;
@@ -80,8 +82,15 @@ __device__ __forceinline__ void fetch_tile(const row_lists<prefill_shape<D>::KEY
       copy_async(v_at + to, v, valid);
     } else {
       const uint4 none = make_uint4(0, 0, 0, 0);
-      store_shared(k_at + to, valid ? widen<T>((const C *)k) : none);
-      store_shared(v_at + to, valid ? widen<T>((const C *)v) : none);
+      float by_k = 1.f, by_v = 1.f;
+      if constexpr (packs<C>) {
+        if (valid) {
+          const char *const scales = cache + lists.scales[t % 3][r];
+          by_k = scale_at(scales, piece * 8), by_v = scale_at(scales + to_value, piece * 8);
+        }
+      }
+      store_shared(k_at + to, valid ? widen<T>((const C *)k, by_k) : none);
+      store_shared(v_at + to, valid ? widen<T>((const C *)v, by_v) : none);
     }
   }
 }
@@ -254,7 +263,7 @@ __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int s
   using shape = prefill_shape<D>;
   constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES;
   extern __shared__ __align__(128) char shared[];
-  __shared__ row_lists<KEYS> lists;
+  __shared__ row_lists<KEYS, packs<C>> lists;
 
   /* With a causal mask later tiles are longer, so they start first. */
   const query_block block = find_queries<shape::ROWS>(a, gridDim.x - 1 - blockIdx.x,

@@ -1,15 +1,15 @@
 /* Copies the keys and values of some blocks out of their pages, as the codec gives them,
  * without scales by KV head.
- *   cache   f32 f16 bf16 f8e4m3  pages
+ *   cache   pages of any codec
  *   blocks  i32                  [n]   out of range (-1): zeros
  *   k, v    like cache, f32, f16 or bf16  [n, kv_heads, block_size, head_dim]   optional
  * Alignment: 16 bytes. A thread reads 8 or 16 neighbouring numbers.
  * Bytes   n * kv_heads * block_size * head_dim * (element of cache + element of k), and the
  *         same for v; limit: memory */
 #include "args/attention.h"
-#include "cuda/convert.cuh"
 #include "cuda/divide.cuh"
 #include "cuda/elementwise.cuh"
+#include "cuda/strip.cuh"
 
 namespace kvl {
 namespace {
@@ -28,8 +28,8 @@ __device__ __forceinline__ void read_piece(const kvl_read_blocks_args &a,
   const int64_t block = a.blocks[entry];
   pack<To, N> x = {};
   if (block >= 0 && block < c.blocks) {
-    const char *at = (const char *)c.memory + kvl__row_at(&c, &strips, block, head, token);
-    const pack<From, N> raw = load_pack<N>((const From *)at + piece * N);
+    const char *strip = (const char *)c.memory + kvl__strip_at(&c, &strips, block, head);
+    const auto raw = load_row<From, N>(strips, strip, token, (int)piece * N);
 #pragma unroll
     for (int e = 0; e < N; e++) {
       if constexpr (same<From, To>) x.at[e] = raw.at[e];
@@ -71,10 +71,7 @@ KVL_CUDA_KERNEL(read_blocks) {
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (!aligned16(a.k, a.v, a.cache.memory))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
-  if (a.cache.codec == KVL_CODEC_F8E4M3) {
-    if (a.dtype == KVL_DTYPE_F8E4M3) return start<f8e4m3, f8e4m3>(a, q);
-    KVL_CUDA_BY_FLOAT(a.dtype, To, { return start<f8e4m3, To>(a, q); })
-  }
-  KVL_CUDA_BY_FLOAT(a.cache.codec, From,
+  if (a.dtype == KVL_DTYPE_F8E4M3) return start<f8e4m3, f8e4m3>(a, q); /* the cache's own */
+  KVL_CUDA_BY_CODEC(a.cache.codec, From,
                     {KVL_CUDA_BY_FLOAT(a.dtype, To, { return start<From, To>(a, q); })})
 }

@@ -19,6 +19,7 @@
  *         (three launches 46.9 us), to f8e4m3 35.4 us, 0.85; 16 tokens 6.2 us (12.7 us), an
  *         empty launch 3.0 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu) */
 #include "args/attention.h"
+#include "args/linear.h"
 #include "cuda/attention/append_rows.cuh"
 #include "cuda/linear/rope.cuh"
 
@@ -108,6 +109,55 @@ void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
   const dim3 grid((unsigned)a.tokens, (unsigned)((rows + each - 1) / each));
   launch_programmatic(rope_append_kernel<N, From, To>, grid, ROPE_THREADS, 0, q, a, each);
 }
+/* Packs the rotated keys and the values of a token: a warp takes a row at a time, and a lane
+ * eight of its numbers, so that eight lanes have a group. q is rotated by another kernel. */
+template <class From>
+__global__ void __launch_bounds__(ROPE_THREADS)
+    rope_append_packed(const __grid_constant__ kvl_rope_append_args a) {
+  constexpr int N = 8;
+  __shared__ rope_angles angles;
+  const int pairs = (int)a.pairs, head_dim = a.cache.key.dim, kv_heads = a.cache.kv_heads;
+  const int lane = threadIdx.x % WARP, dim = lane * N;
+  const int64_t token = blockIdx.x;
+  let_next_start();
+  wait_for_previous();
+  angles.make((float)a.positions[token], a.inv_freq, pairs);
+  const token_place to(a.places[token], a.cache.block_size);
+  __syncthreads();
+  for (int row = threadIdx.x / WARP; row < 2 * kv_heads; row += ROPE_THREADS / WARP) {
+    const bool is_key = row < kv_heads;
+    const int head = is_key ? row : row - kv_heads;
+    const From *from = (const From *)(is_key ? a.k : a.v) +
+                       (token * kv_heads + head) * head_dim;
+    pack<From, N> x = {};
+    if (dim < head_dim) x = load_pack<N>(from + dim);
+#pragma unroll
+    for (int e = 0; e < N; e++) {
+      const int d = dim + e, pair = d < pairs ? d : d - pairs;
+      if (!is_key || d >= 2 * pairs) continue;
+      float low[1] = {to_float(from[pair])}, high[1] = {to_float(from[pair + pairs])};
+      angles.turn(low, high, pair);
+      x.at[e] = from_float<From>(d < pairs ? low[0] : high[0]);
+    }
+    const auto kept = pack_numbers<PACKED_GROUP / N>(x);
+    const kvl_strips &of = is_key ? a.cache.key : a.cache.value;
+    int8 *const cell = row_in<int8>(a.cache, of, to.block, head, to.offset);
+    if (!cell || dim >= head_dim) continue;
+    store_pack<N>(cell + dim, (const pack<int8, N> &)kept);
+    if (dim % PACKED_GROUP == 0)
+      *scale_in(a.cache, of, to.block, head, to.offset, dim) = kept.scale;
+  }
+}
+template <class From>
+int start_packed(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
+  const kvl_rope_args rotate = {a.q,     a.positions,     a.inv_freq, a.tokens,
+                                a.heads, a.cache.key.dim, a.pairs,    a.dtype};
+  int status = a.heads ? kvl_cuda_rope(&rotate, (void *)q) : KVL_OK;
+  if (status < 0) return status;
+  return launch_programmatic(rope_append_packed<From>, (unsigned)a.tokens, ROPE_THREADS, 0, q,
+                             a);
+}
+
 template <class From, class To>
 void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
   if (a.pairs % WIDE<From> == 0) start<WIDE<From>, From, To>(a, q);
@@ -126,6 +176,8 @@ KVL_CUDA_KERNEL(rope_append) {
     return kvl__cuda_check(cudaErrorMisalignedAddress);
   if (a.cache.codec == KVL_DTYPE_F8E4M3) {
     KVL_CUDA_BY_FLOAT(a.dtype, From, { start<From, f8e4m3>(a, q); })
+  } else if (a.cache.codec == KVL_CODEC_INT8) {
+    KVL_CUDA_BY_FLOAT(a.dtype, From, { return start_packed<From>(a, q); })
   } else {
     KVL_CUDA_BY_FLOAT(a.cache.codec, To, {
       if (a.dtype == a.cache.codec) start<To, To>(a, q);

@@ -1,14 +1,15 @@
 /* out = softmax(scale * q k^T) v over the listed tokens of each row.
  *
  *   q      f32 f16 bf16  [rows, heads, head_dim]
- *   cache  like q or f8e4m3, any dtype for f32 q  [blocks, 2, kv_heads, block_size, head_dim]
+ *   cache  pages of q's dtype, f8e4m3 or int8; any codec for f32 q
  *   places i32           [rows, kv_heads or 1, k]
  *   out    like q or f32 [rows, heads, head_dim]
  *   lse    f32           [rows, heads]   optional
  * q, cache and out are 16-byte aligned; head_dim is a multiple of 8 up to 256.
  *
  * Kernels   token_mma.cuh   16-bit q: tensor cores, asynchronous copies
- *           token_f32       f32 q: the inner loop of paged_f32.cuh over another list of keys
+ *           token_f32       f32 q, or int8: the inner loop of paged_f32.cuh over another list
+ *                           of keys
  * Bytes     2 k head_dim element per row and KV head, once for all heads of the group; limit:
  *           memory for a few rows; L2 for the rows of a prompt, which share tokens
  * Tolerance as paged_attention.cu: 16-bit P is rounded to q's dtype
@@ -40,10 +41,10 @@ struct listed_keys {
   __device__ int64_t to_value() const { return kvl__to_value(&a.cache, kv_head); }
   __device__ paged_row find(int key) const {
     const int place = key < lists.k ? list[key] : -1;
-    if (place < 0 || place >= lists.all) return {0, -1};
+    if (place < 0 || place >= lists.all) return {0, -1, 0};
     const uint32_t block = lists.block.quotient(place);
     const uint32_t token = place - block * lists.block.by;
-    return {kvl__row_at(&a.cache, &a.cache.key, block, kv_head, token), 0};
+    return {kvl__row_at(&a.cache, &a.cache.key, block, kv_head, token), 0, (int)token};
   }
 };
 
@@ -214,10 +215,10 @@ int launch(const kvl_token_attention_args &t, const kvl_cuda_queue *q) {
                              divisor(t.cache.block_size),
                              1,
                              1};
+  if (kvl__packs(t.cache.codec)) return launch_f32_dim<int8>(a, lists, q);
   if (t.dtype == KVL_DTYPE_BF16) return launch_16bit<__nv_bfloat16>(a, lists, q);
   if (t.dtype == KVL_DTYPE_F16) return launch_16bit<__half>(a, lists, q);
-  if (t.cache.codec == KVL_DTYPE_F8E4M3) return launch_f32_dim<f8e4m3>(a, lists, q);
-  KVL_CUDA_BY_FLOAT(t.cache.codec, C, return launch_f32_dim<C>(a, lists, q);)
+  KVL_CUDA_BY_CODEC(t.cache.codec, C, return launch_f32_dim<C>(a, lists, q);)
 }
 
 }  // namespace

@@ -33,11 +33,13 @@ template <class T, bool IS_TOKEN> struct block_keys {
     const int count = max(0, min(a.tokens[i], cache.block_size));
     if (block < 0 || block >= cache.blocks || to < 0 || to >= a.summary_rows ||
         (IS_TOKEN && token >= count))
-      return {nullptr, 0, nullptr};
-    const int64_t row = kvl__row_at(&cache, &cache.key, block, head, token);
+      return {nullptr, 0, nullptr, nullptr};
+    const kvl_strips &of = cache.key;
+    const char *strip = (const char *)cache.memory + kvl__strip_at(&cache, &of, block, head);
     const int64_t hash = (to * cache.kv_heads + head) * each + token;
-    return {(const T *)((const char *)cache.memory + row), IS_TOKEN ? 1 : count,
-            a.hashes + hash * ((a.bits + 63) / 64)};
+    return {(const T *)(strip + (int64_t)token * of.bytes_row), IS_TOKEN ? 1 : count,
+            a.hashes + hash * ((a.bits + 63) / 64),
+            (const __nv_bfloat16 *)(strip + of.scales) + token * of.groups};
   }
 };
 
@@ -55,6 +57,5 @@ KVL_CUDA_KERNEL(block_hash) {
   using namespace kvl;
   const kvl_block_hash_args &a = *(const kvl_block_hash_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  if (a.cache.codec == KVL_DTYPE_F8E4M3) return hash_keys<f8e4m3>(a, q);
-  KVL_CUDA_BY_FLOAT(a.cache.codec, T, { return hash_keys<T>(a, q); })
+  KVL_CUDA_BY_CODEC(a.cache.codec, T, { return hash_keys<T>(a, q); })
 }

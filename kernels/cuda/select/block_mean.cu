@@ -19,10 +19,11 @@
 namespace kvl {
 namespace {
 
-/* The mean of rows of T, stored in a summary of S. */
-template <class T, class S> struct mean {
+/* The mean of rows of C, stored in a summary of S. */
+template <class C, class S> struct mean {
   using word = float;
-  enum { N = 1, DIMS = REDUCE_DIMS<T>, WORDS = DIMS };
+  using T = typename read_type<C>::type;
+  enum { N = 1, DIMS = REDUCE_DIMS<C>, WORDS = DIMS };
   S *summary;
   __device__ void start(float (&x)[N][WORDS]) const {
 #pragma unroll
@@ -58,6 +59,10 @@ KVL_CUDA_KERNEL(block_mean) {
   if (a.cache.codec == KVL_DTYPE_F8E4M3) {
     KVL_CUDA_BY_FLOAT(a.summary_dtype, S, {
       status = launch_block_reduce<f8e4m3>(a, mean<f8e4m3, S>{(S *)a.summary}, q);
+    })
+  } else if (a.cache.codec == KVL_CODEC_INT8) {
+    KVL_CUDA_BY_FLOAT(a.summary_dtype, S, {
+      status = launch_block_reduce<int8>(a, mean<int8, S>{(S *)a.summary}, q);
     })
   } else {
     KVL_CUDA_BY_FLOAT(a.cache.codec, T, {

@@ -29,15 +29,17 @@ __device__ __forceinline__ float upper(float a, float b) { return fmaxf(a, b); }
 template <class P> __device__ __forceinline__ P lower(P a, P b) { return __hmin2(a, b); }
 template <class P> __device__ __forceinline__ P upper(P a, P b) { return __hmax2(a, b); }
 
-template <class T> struct min_max {
+/* Of rows of C, stored in a summary of S. */
+template <class C, class S = C> struct min_max {
+  using T = typename read_type<C>::type;
   using word = typename pair_type<T>::type;
   enum {
     N = 2,
-    DIMS = REDUCE_DIMS<T>,
+    DIMS = REDUCE_DIMS<C>,
     EACH = same<word, float> ? 1 : 2,
     WORDS = DIMS / EACH
   };
-  T *summary;
+  S *summary;
   static __device__ word all(float x) {
     if constexpr (same<word, float>) return x;
     else if constexpr (same<word, __half2>) return __float2half2_rn(x);
@@ -61,7 +63,7 @@ template <class T> struct min_max {
   __device__ word join(int m, word a, word b) const { return m ? upper(a, b) : lower(a, b); }
   __device__ void finish(const word (&x)[N][WORDS], const kvl_pages &cache, int64_t row,
                          int head, int dim, int) const {
-    T *to = summary + (2 * row * cache.kv_heads + head) * cache.key.dim + dim;
+    S *to = summary + (2 * row * cache.kv_heads + head) * cache.key.dim + dim;
 #pragma unroll
     for (int m = 0; m < N; m++, to += (int64_t)cache.kv_heads * cache.key.dim) {
       float y[DIMS];
@@ -84,6 +86,10 @@ KVL_CUDA_KERNEL(block_minmax) {
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (a.cache.codec == KVL_DTYPE_F8E4M3)
     return launch_block_reduce<f8e4m3>(a, min_max<f8e4m3>{(f8e4m3 *)a.summary}, q);
+  if (a.cache.codec == KVL_CODEC_INT8)
+    KVL_CUDA_BY_FLOAT(a.summary_dtype, S, {
+      return launch_block_reduce<int8>(a, min_max<int8, S>{(S *)a.summary}, q);
+    })
   int status = KVL_OK;
   KVL_CUDA_BY_FLOAT(a.cache.codec, T,
                     { status = launch_block_reduce<T>(a, min_max<T>{(T *)a.summary}, q); })

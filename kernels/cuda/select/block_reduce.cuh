@@ -8,8 +8,8 @@
 #ifndef KVL_CUDA_BLOCK_REDUCE_CUH
 #define KVL_CUDA_BLOCK_REDUCE_CUH
 
-#include "cuda/convert.cuh"
 #include "cuda/programmatic.cuh"
+#include "cuda/strip.cuh"
 
 namespace kvl {
 
@@ -33,19 +33,19 @@ __device__ __forceinline__ void store_summary(T *to, const float (&x)[N]) {
   store_pack<N>(to, raw);
 }
 
-/* The reduction F has
+/* The reduction F of numbers that are stored as C and read as T has
  *   word    a 32-bit type of one or two numbers
- *   N       the number of accumulators; each has WORDS words for REDUCE_DIMS<T> dims
+ *   N       the number of accumulators; each has WORDS words for REDUCE_DIMS<C> dims
  *   start(word (&)[N][WORDS])                 the value of no token
  *   add(word (&)[N][WORDS], const pack<T, DIMS> &)
  *   join(m, a, b)                             joins two words of accumulator m
  *   finish(x, cache, row, head, dim, tokens)  stores the result */
-template <class T, class A, class F, int THREADS>
+template <class C, class A, class F, int THREADS>
 __global__ void __launch_bounds__(REDUCE_THREADS)
     block_reduce_rows(const __grid_constant__ A a, int lanes, const F f) {
   using word = typename F::word;
   constexpr int UNITS = REDUCE_THREADS / THREADS, WARPS = THREADS / WARP, AHEAD = 4;
-  constexpr int DIMS = REDUCE_DIMS<T>, WORDS = F::WORDS, ROW = 256 / DIMS * WORDS;
+  constexpr int DIMS = REDUCE_DIMS<C>, WORDS = F::WORDS, ROW = 256 / DIMS * WORDS;
   __shared__ word sums[WARPS > 1 ? WARPS : 1][WARPS > 1 ? F::N * ROW : 1];
   const int unit = threadIdx.x / THREADS, tid = threadIdx.x % THREADS;
   const int64_t pair = blockIdx.x * (int64_t)UNITS + unit;
@@ -62,19 +62,16 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
   const int count = max(0, min(a.tokens[i], cache.block_size));
   const int lane = tid % lanes, rows = THREADS / lanes, dim = lane * DIMS;
   const bool inside = dim < cache.key.dim;
-  const T *k = (const T *)((const char *)cache.memory +
-                           kvl__strip_at(&cache, &cache.key, block, head)) +
-               dim;
+  const char *k = (const char *)cache.memory + kvl__strip_at(&cache, &cache.key, block, head);
 
   word x[F::N][WORDS];
   f.start(x);
   if (inside)
     for (int t = tid / lanes; t < count; t += AHEAD * rows) {
-      pack<T, DIMS> raw[AHEAD];
+      pack<typename read_type<C>::type, DIMS> raw[AHEAD];
 #pragma unroll
       for (int u = 0; u < AHEAD; u++)
-        if (t + u * rows < count)
-          raw[u] = load_pack<DIMS>(k + (int64_t)(t + u * rows) * cache.key.dim);
+        if (t + u * rows < count) raw[u] = load_row<C, DIMS>(cache.key, k, t + u * rows, dim);
 #pragma unroll
       for (int u = 0; u < AHEAD; u++) {
         if (t + u * rows >= count) break;
@@ -108,18 +105,18 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
 }
 
 /* A is the args struct of the op: cache, blocks, tokens, rows, summary, n and summary_rows. */
-template <class T, class A, class F>
+template <class C, class A, class F>
 int launch_block_reduce(const A &a, const F &f, const kvl_cuda_queue *q) {
   if (a.n == 0 || a.cache.kv_heads == 0) return KVL_OK;
   if (!aligned16(a.cache.memory, a.summary))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
   int lanes = 1;
-  while (lanes * REDUCE_DIMS<T> < a.cache.key.dim) lanes *= 2;
+  while (lanes * REDUCE_DIMS<C> < a.cache.key.dim) lanes *= 2;
   int64_t pairs = a.n * a.cache.kv_heads, units = REDUCE_THREADS / WARP;
   if (a.cache.block_size > 64)
-    return launch_programmatic(block_reduce_rows<T, A, F, REDUCE_THREADS>, (unsigned)pairs,
+    return launch_programmatic(block_reduce_rows<C, A, F, REDUCE_THREADS>, (unsigned)pairs,
                                REDUCE_THREADS, 0, q, a, lanes, f);
-  return launch_programmatic(block_reduce_rows<T, A, F, WARP>,
+  return launch_programmatic(block_reduce_rows<C, A, F, WARP>,
                              (unsigned)((pairs + units - 1) / units), REDUCE_THREADS, 0, q, a,
                              lanes, f);
 }

@@ -13,9 +13,9 @@
 #define KVL_CUDA_HASH_CUH
 
 #include "args/select.h"
-#include "cuda/convert.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/programmatic.cuh"
+#include "cuda/strip.cuh"
 
 namespace kvl {
 
@@ -45,12 +45,27 @@ __device__ __forceinline__ float hash_sum(const float (&x)[HASH_CHUNKS],
   return sum;
 }
 
-/* A vector to be hashed: the sum of `count` rows (0: zeros). `hash` NULL: no vector. */
+/* A vector to be hashed: the sum of `count` rows (0: zeros). `hash` NULL: no vector. scales:
+ * those of the first row, if rows are packed. */
 template <class T> struct hash_item {
   const T *rows;
   int count;
   uint64_t *hash;
+  const __nv_bfloat16 *scales;
 };
+
+/* N numbers of row t from dim d on. */
+template <class T, int N>
+__device__ __forceinline__ void hash_numbers(const T *rows, const __nv_bfloat16 *scales,
+                                             int64_t t, int dim, int d, float (&x)[N]) {
+  load_floats(rows + t * dim + d, x);
+  if constexpr (packs<T>) {
+    const int groups = (dim + PACKED_GROUP - 1) / PACKED_GROUP;
+    const float scale = __bfloat162float(scales[t * groups + d / PACKED_GROUP]);
+#pragma unroll
+    for (int e = 0; e < N; e++) x[e] *= scale;
+  }
+}
 
 /* SOURCE has type, the T of its rows; IS_SUM, whether count may differ from 1; and at(v),
  * item number v. */
@@ -80,10 +95,13 @@ __global__ void __launch_bounds__(HASH_FEW_THREADS)
   const auto item = source.at(blockIdx.x);
   if (!item.hash) return; /* the whole block returns */
   if (threadIdx.x < dim) {
-    float sum = item.count > 0 ? to_float(item.rows[threadIdx.x]) : 0.f;
+    float sum = 0.f;
 #pragma unroll 8
-    for (int t = 1; t < item.count; t++)
-      sum = __fadd_rn(sum, to_float(item.rows[(int64_t)t * dim + threadIdx.x]));
+    for (int t = 0; t < item.count; t++) {
+      float y[1];
+      hash_numbers(item.rows, item.scales, t, dim, threadIdx.x, y);
+      sum = t ? __fadd_rn(sum, y[0]) : y[0];
+    }
     x[threadIdx.x] = sum;
   }
   __syncthreads();
@@ -117,6 +135,7 @@ __host__ __device__ inline int hash_pitch(int dim) { return (dim + 15) / 16 * 16
 
 struct hash_tile { /* in shared memory, before x and the planes */
   const void *rows[HASH_TILE];
+  const __nv_bfloat16 *scales[HASH_TILE];
   uint64_t *hash[HASH_TILE];
   int count[HASH_TILE];
   float length[64]; /* |plane|, scaled as its terms are */
@@ -167,15 +186,15 @@ __device__ __forceinline__ void hash_stage(int dim, const hash_tile &tile, float
   const int pitch = hash_pitch(dim), eights = (dim + 15) / 16 * 2;
   for (int i = threadIdx.x; i < HASH_TILE * eights; i += HASH_THREADS) {
     const int row = i / eights, d = i % eights * 8;
-    const T *p = (const T *)tile.rows[row] + d;
+    const T *rows = (const T *)tile.rows[row];
     const int count = d < dim ? tile.count[row] : 0;
     float sum[8] = {};
-    if (count > 0) load_floats(p, sum);
+    if (count > 0) hash_numbers(rows, tile.scales[row], 0, dim, d, sum);
     if (SOURCE::IS_SUM)
 #pragma unroll 4
       for (int t = 1; t < count; t++) {
         float y[8];
-        load_floats(p + (int64_t)t * dim, y);
+        hash_numbers(rows, tile.scales[row], t, dim, d, y);
 #pragma unroll
         for (int e = 0; e < 8; e++) sum[e] = __fadd_rn(sum[e], y[e]);
       }
@@ -252,6 +271,7 @@ template <class SOURCE>
 __global__ void __launch_bounds__(HASH_THREADS)
     hash_many_kernel(const __grid_constant__ SOURCE source, const hash_call call) {
   constexpr bool IS_SPLIT = SOURCE::IS_SUM || sizeof(typename SOURCE::type) == 4 ||
+                            packs<typename SOURCE::type> ||
                             same<typename SOURCE::type, __half>;
   extern __shared__ __align__(16) char memory[];
   hash_tile &tile = *(hash_tile *)memory;
@@ -265,9 +285,10 @@ __global__ void __launch_bounds__(HASH_THREADS)
   for (int64_t v0 = blockIdx.x * (int64_t)HASH_TILE; v0 < call.vectors;
        v0 += (int64_t)gridDim.x * HASH_TILE) {
     if (threadIdx.x < HASH_TILE) {
-      hash_item<typename SOURCE::type> item = {nullptr, 0, nullptr};
+      hash_item<typename SOURCE::type> item = {nullptr, 0, nullptr, nullptr};
       if (v0 + threadIdx.x < call.vectors) item = source.at(v0 + threadIdx.x);
       tile.rows[threadIdx.x] = item.rows, tile.hash[threadIdx.x] = item.hash;
+      tile.scales[threadIdx.x] = item.scales;
       tile.count[threadIdx.x] = item.hash ? item.count : 0;
     }
     __syncthreads();

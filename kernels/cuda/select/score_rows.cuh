@@ -23,6 +23,7 @@
 #include "args/select.h"
 #include "cuda/divide.cuh"
 #include "cuda/programmatic.cuh"
+#include "cuda/strip.cuh"
 #include "cuda/select/score_queries.cuh"
 
 namespace kvl {
@@ -210,22 +211,33 @@ __global__ void __launch_bounds__(256)
   constexpr bool OF_TOKENS = KIND == SCORE_MAX_QK || KIND == SCORE_TILES;
   const int64_t items = OF_TOKENS ? min((int64_t)a.block_size, length - block * a.block_size)
                                   : 1;
-  auto load = [&](int64_t at) {
-    return a.rows_dtype == KVL_DTYPE_F8E4M3 ? to_float(((const f8e4m3 *)a.rows)[at])
-                                            : load_any(a.rows, a.rows_dtype, at);
+  const int64_t strip = physical * a.block_stride + kv_head * a.head_stride;
+  auto load = [&](int64_t row,
+                  int d) { /* a row of the strip, in numbers from its start */
+                           if (a.rows_dtype == KVL_CODEC_INT8) {
+                             const char *const at = (const char *)a.rows + strip;
+                             const int groups = ((int)a.head_dim + PACKED_GROUP - 1) /
+                                                PACKED_GROUP;
+                             const auto scales = (const __nv_bfloat16 *)(at + a.block_size *
+                                                                                  a.head_dim);
+                             return to_float(((const int8 *)at)[row + d]) *
+                                    __bfloat162float(
+                                        scales[row / a.head_dim * groups + d / PACKED_GROUP]);
+                           }
+                           if (a.rows_dtype == KVL_DTYPE_F8E4M3)
+                             return to_float(((const f8e4m3 *)a.rows)[strip + row + d]);
+                           return load_any(a.rows, a.rows_dtype, strip + row + d);
   };
   float joined = is_max ? -INFINITY : 0.f;
   for (int h = 0; known && h < group; h++) {
     const int64_t q = (seq * a.heads + kv_head * group + h) * a.head_dim;
     float score = -INFINITY;
     for (int64_t t = 0; t < items; t++) {
-      const int64_t row = physical * a.block_stride + kv_head * a.head_stride +
-                          t * a.head_dim;
       float sum = 0.f;
       for (int64_t d = lane; d < a.head_dim; d += WARP) {
         const float x = load_any(a.q, a.dtype, q + d);
         const bool high = KIND == SCORE_MINMAX && !(x < 0.f); /* max is the larger one */
-        sum += x * load(row + (high ? a.kv_heads * a.head_dim : 0) + d);
+        sum += x * load(t * a.head_dim + (high ? a.kv_heads * a.head_dim : 0), (int)d);
       }
       sum = warp_sum(sum);
       score = OF_TOKENS ? fmaxf(score, sum) : sum;

@@ -49,9 +49,10 @@ local OPTIONS = {
   },
   layers = options.count, context = options.required(options.count),
   block_size = options.count, max_seqs = options.count, chunk = options.count,
-  dtype = kinds.dtype, format = options.one_of(unpack(formats.NAMES)), seed = options.any_whole, prefill_policy = a_policy,
-  decode_policy = a_policy, decode_through = options.one_of("ring", "hot"),
-  max_blocks = options.count, offload = OFFLOAD, fixed_width = options.boolean,
+  dtype = kinds.dtype, format = options.one_of(unpack(formats.NAMES)),
+  seed = options.any_whole, prefill_policy = a_policy, decode_policy = a_policy,
+  decode_through = options.one_of("ring", "hot"), max_blocks = options.count,
+  offload = OFFLOAD, fixed_width = options.boolean,
 }
 
 --- Returns the default shape of experiments: small on the CPU, otherwise llama-8b.
@@ -79,8 +80,8 @@ local function new(o)
   local offload = o.offload and { max_seqs = self.max_seqs, max_tokens = tokens }
   for key, value in pairs(o.offload or {}) do offload[key] = value end
   self.chunk = tokens
-  self.cache = new_cache { device = dev, format = o.format or o.dtype, layers = self.layers,
-    blocks = blocks, block_size = size, kv_heads = shape.kv_heads,
+  self.cache = new_cache { device = dev, format = o.format or o.dtype,
+    layers = self.layers, blocks = blocks, block_size = size, kv_heads = shape.kv_heads,
     head_dim = shape.head_dim, offload = offload }
   self.attention = attention_of { cache = self.cache, heads = shape.heads,
     max_seqs = self.max_seqs, max_blocks = o.max_blocks,

@@ -29,9 +29,9 @@ local M = {}
 ---@field dtype string         of keys and values that are read out of pages
 ---@field tier kvlab.Resident|kvlab.HostTier  where KV memory lies
 ---@field journal kvlab.Journal  what a failed step takes back
----@field memory kvlab.Tensor  [layers, blocks, 2, kv_heads, block_size, head_dim], of int8
---                             u8 [layers, blocks, bytes], on the device or, with offload,
---                             in pinned host memory
+---@field memory kvlab.Tensor  [layers, blocks, 2, kv_heads, block_size, head_dim], or u8
+--                             [layers, blocks, bytes] of int8, on the device or, with
+--                             offload, in pinned host memory
 local Cache = {}
 Cache.__index = Cache
 

@@ -90,8 +90,8 @@ end
 function Format:copy(from, to, memory) check(C.kvl_copy_blocks(from, to, memory)) end
 
 --- The format of a cache.
----@param o table  format (f32 f16 bf16 f8e4m3 int8), layers, kv_heads, block_size, head_dim, and for f8e4m3 k_scale
---                 and v_scale, f32 [layers, kv_heads] (1)
+---@param o table  format (f32 f16 bf16 f8e4m3 int8), layers, kv_heads, block_size,
+--                 head_dim; for f8e4m3 k_scale, v_scale: f32 [layers, kv_heads] (1)
 ---@param level integer  which caller to blame
 ---@return kvlab.Format
 function M.new(o, level)

@@ -476,6 +476,7 @@ function M.attach(self, shape)
   shape.format = shape.format or formats.new({ format = shape.dtype,
     layers = shape.layers, kv_heads = shape.kv_heads, block_size = shape.block_size,
     head_dim = shape.head_dim }, 2)
+  shape.dtype = shape.format.dtype
   self.shape = shape
   self.budget = make_budget(self, shape.block_size)
   if self.init then self:init(shape) end

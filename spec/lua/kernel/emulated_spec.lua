@@ -54,6 +54,8 @@ describe("a kernel in CUDA, run on the CPU", function()
     { dtype = "f32", group = 2, block_size = 160, head_dim = 24 },
     { dtype = "f16", q_dtype = "f16", group = 70, block_size = 1, head_dim = 72,
       lens = { 9, 20 } },
+    { dtype = "int8", q_dtype = "bf16", group = 4, block_size = 16, head_dim = 80,
+      window = 30 },
   }
   for i, case in ipairs(PROMPTS) do
     emulated(("emits of a prefill %d"):format(i), function()

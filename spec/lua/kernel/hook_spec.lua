@@ -112,7 +112,6 @@ end
 local function known_cases(dev, target, list)
   for _, one in ipairs(list or known) do
     local name, i = one.known, one.seed
-    if CASES[i].dtype == "int8" and dev ~= "cpu" then i = 1 end -- no GPU knows it yet
     it(("%s: %s"):format(name, words(CASES[i])), function()
       local o = { kv_heads = 2, blocks = 40, lens = { 0, 70, 37, 1 },
                   poison = name == "hidden", id = name .. i }

@@ -26,84 +26,87 @@ local function same(want, got, what)
   end
 end
 
-local function lists()
+local function lists(dev)
   local order = support.distinct(support.rng(5), #LENS * WIDTH, BLOCKS)
-  return kv.from(cpu, "i32", { #LENS, WIDTH }, order),
-    kv.from(cpu, "i32", { #LENS }, LENS)
+  return kv.from(dev, "i32", { #LENS, WIDTH }, order),
+    kv.from(dev, "i32", { #LENS }, LENS)
 end
 
 local OPS = {
   append_kv = function(memory, of, rows)
-    local places = kv.from(cpu, "i64", { 3 }, { 90, -1, 17 })
-    local k = support.randn(cpu, rows, { 3, KV_HEADS, DIM }, 1)
-    kv.ops.append_kv(k, support.randn(cpu, rows, { 3, KV_HEADS, DIM }, 2), places, memory,
-      of)
-    return memory:reshape { BLOCKS, 2 * KV_HEADS * SIZE * DIM }
+    local places = kv.from(memory.device, "i64", { 3 }, { 90, -1, 17 })
+    local k = support.randn(memory.device, rows, { 3, KV_HEADS, DIM }, 1)
+    kv.ops.append_kv(k, support.randn(memory.device, rows, { 3, KV_HEADS, DIM }, 2),
+      places, memory, of)
+    return memory:reshape { BLOCKS, -1 }
   end,
   rope_append = function(memory, of, rows)
-    local places = kv.from(cpu, "i64", { 2 }, { 90, 17 })
-    local q = support.randn(cpu, rows, { 2, KV_HEADS * GROUP, DIM }, 4)
-    local k = support.randn(cpu, rows, { 2, KV_HEADS, DIM }, 1)
-    kv.ops.rope_append(q, k, k, kv.from(cpu, "i32", { 2 }, { 5, 9 }),
-      kv.from(cpu, "f32", { 2 }, { 1, 0.5 }), places, memory, of)
-    return memory:reshape { BLOCKS, 2 * KV_HEADS * SIZE * DIM }, q
+    local places = kv.from(memory.device, "i64", { 2 }, { 90, 17 })
+    local q = support.randn(memory.device, rows, { 2, KV_HEADS * GROUP, DIM }, 4)
+    local k = support.randn(memory.device, rows, { 2, KV_HEADS, DIM }, 1)
+    kv.ops.rope_append(q, k, k, kv.from(memory.device, "i32", { 2 }, { 5, 9 }),
+      kv.from(memory.device, "f32", { 2 }, { 1, 0.5 }), places, memory, of)
+    return memory:reshape { BLOCKS, -1 }, q
   end,
   paged_attention = function(memory, of, rows)
-    local tables, lens = lists()
+    local tables, lens = lists(memory.device)
     return kv.ops.paged_attention { cache = memory, format = of, tables = tables,
-      lens = lens, q = support.randn(cpu, rows, { #LENS, KV_HEADS * GROUP, DIM }, 4) }
+      lens = lens,
+      q = support.randn(memory.device, rows, { #LENS, KV_HEADS * GROUP, DIM }, 4) }
   end,
   ["a prompt"] = function(memory, of, rows)
-    local tables, lens = lists()
+    local tables, lens = lists(memory.device)
     return kv.ops.paged_attention { cache = memory, format = of, tables = tables,
-      lens = lens, starts = kv.from(cpu, "i32", { 3 }, { 0, 20, 27 }),
-      q = support.randn(cpu, rows, { 27, KV_HEADS * GROUP, DIM }, 4) }
+      lens = lens, starts = kv.from(memory.device, "i32", { 3 }, { 0, 20, 27 }),
+      q = support.randn(memory.device, rows, { 27, KV_HEADS * GROUP, DIM }, 4) }
   end,
   token_attention = function(memory, of, rows)
     return kv.ops.token_attention { cache = memory, format = of,
-      places = kv.from(cpu, "i32", { 2, 3 }, { 1, 90, 31, -1, 8, 8 }),
-      q = support.randn(cpu, rows, { 2, KV_HEADS * GROUP, DIM }, 4) }
+      places = kv.from(memory.device, "i32", { 2, 3 }, { 1, 90, 31, -1, 8, 8 }),
+      q = support.randn(memory.device, rows, { 2, KV_HEADS * GROUP, DIM }, 4) }
   end,
   read_blocks = function(memory, of)
-    local k = kv.zeros(cpu, "f32", { 2, KV_HEADS, SIZE, DIM })
-    local v = kv.zeros(cpu, "f32", { 2, KV_HEADS, SIZE, DIM })
-    kv.ops.read_blocks(memory, kv.from(cpu, "i32", { 2 }, { 7, 3 }), k, v, of)
+    local k = kv.zeros(memory.device, "f32", { 2, KV_HEADS, SIZE, DIM })
+    local v = kv.zeros(memory.device, "f32", { 2, KV_HEADS, SIZE, DIM })
+    kv.ops.read_blocks(memory, kv.from(memory.device, "i32", { 2 }, { 7, 3 }), k, v, of)
     return k, v
   end,
   block_minmax = function(memory, of)
-    local blocks = kv.from(cpu, "i32", { 2 }, { 7, 3 })
-    local out = kv.zeros(cpu, memory:type() == "u8" and "f32" or memory:type(),
+    local blocks = kv.from(memory.device, "i32", { 2 }, { 7, 3 })
+    local out = kv.zeros(memory.device, memory:type() == "u8" and "f32" or memory:type(),
       { BLOCKS, 2, KV_HEADS, DIM })
     kv.check(kv.C.kvl_block_minmax(memory, of, blocks, blocks, nil, out))
     return out
   end,
   block_mean = function(memory, of)
-    local blocks = kv.from(cpu, "i32", { 2 }, { 7, 3 })
-    local out = kv.zeros(cpu, "f32", { BLOCKS, KV_HEADS, DIM })
+    local blocks = kv.from(memory.device, "i32", { 2 }, { 7, 3 })
+    local out = kv.zeros(memory.device, "f32", { BLOCKS, KV_HEADS, DIM })
     kv.check(kv.C.kvl_block_mean(memory, of, blocks, blocks, nil, out))
     return out
   end,
   block_hash = function(memory, of)
-    local blocks = kv.from(cpu, "i32", { 2 }, { 7, 3 })
-    local out = kv.zeros(cpu, "u64", { BLOCKS, KV_HEADS, 1 })
+    local blocks = kv.from(memory.device, "i32", { 2 }, { 7, 3 })
+    local out = kv.zeros(memory.device, "u64", { BLOCKS, KV_HEADS, 1 })
     kv.check(kv.C.kvl_block_hash(memory, of, blocks, blocks, nil,
-      support.randn(cpu, "f32", { 64, DIM }, 6), out))
+      support.randn(memory.device, "f32", { 64, DIM }, 6), out))
     return out
   end,
   score_max_qk = function(memory, of, rows)
-    local tables, lens = lists()
-    local out = kv.zeros(cpu, "f32", { #LENS, KV_HEADS, WIDTH })
-    kv.check(kv.C.kvl_score_max_qk(support.randn(cpu, rows,
+    local tables, lens = lists(memory.device)
+    local out = kv.zeros(memory.device, "f32", { #LENS, KV_HEADS, WIDTH })
+    kv.check(kv.C.kvl_score_max_qk(support.randn(memory.device, rows,
       { #LENS, KV_HEADS * GROUP, DIM }, 4), memory, of, tables, lens, kv.C.KVL_GROUP_MAX,
       out))
     return out
   end,
   move_blocks = function(memory, of)
     local to = memory:clone():fill_(0)
-    local function list(...) return kv.from(cpu, "i32", { 1, 2, 2 }, { ... }) end
+    local function list(...)
+      return kv.from(memory.device, "i32", { 1, 2, 2 }, { ... })
+    end
     kv.check(kv.C.kvl_move_blocks(memory, list(4, 1, 0, -1), to, list(0, 9, 2, 3), of,
       nil))
-    return to:reshape { BLOCKS, 2 * KV_HEADS * SIZE * DIM }
+    return to:reshape { BLOCKS, -1 }
   end,
 }
 
@@ -163,7 +166,7 @@ describe("a format", function()
 
   it("refuses memory that is not made of its pages", function()
     local function attend(memory, of)
-      local tables, lens = lists()
+      local tables, lens = lists(cpu)
       return function()
         kv.ops.paged_attention { cache = memory, format = of, tables = tables,
           lens = lens, q = kv.zeros(cpu, "bf16", { #LENS, KV_HEADS * GROUP, DIM }) }
@@ -181,4 +184,54 @@ describe("a format", function()
       k_scale = kv.ones(cpu, "f32", { 2 }) }),
       "k_scale is given for a cache of bf16, expected f8e4m3")
   end)
+end)
+
+-- What is summed in another order, or in 16 bits, on a GPU; the other ops are exact.
+local CLOSE = { paged_attention = true, ["a prompt"] = true, token_attention = true,
+                block_mean = true, score_max_qk = true }
+
+describe("int8 on a GPU #gpu", function()
+  if not kv.cuda_available() then return end
+  local cuda = kv.device "cuda"
+  local function pages(dev)
+    return support.int8_pages(support.randn(cpu, "f32",
+      { BLOCKS, 2, KV_HEADS, SIZE, DIM }, 3):to(dev))
+  end
+  it("is packed as on the CPU", function()
+    support.equal((pages(cuda)):to(cpu), (pages(cpu)))
+  end)
+  it("is rotated and packed as by two ops", function()
+    for _, rows in ipairs { "f32", "f16", "bf16" } do
+      local dims = { 2, KV_HEADS, DIM }
+      local k, positions = support.randn(cuda, rows, dims, 1),
+        kv.from(cuda, "i32", { 2 }, { 5, 9 })
+      local freq, places = kv.from(cuda, "f32", { 2 }, { 1, 0.5 }),
+        kv.from(cuda, "i64", { 2 }, { 90, 17 })
+      local one, of = pages(cuda)
+      local two, q = pages(cuda), support.randn(cuda, rows, dims, 2)
+      local turned = k:clone()
+      kv.ops.rope_append(q:clone(), k, k, positions, freq, places, one, of)
+      kv.check(kv.C.kvl_rope(turned, positions, freq))
+      kv.ops.append_kv(turned, k, places, two, of)
+      support.equal(one, two, rows)
+    end
+  end)
+  for name, run in pairs(OPS) do
+    if name ~= "rope_append" then it("gives " .. name .. " what the CPU gives", function()
+      for _, rows in ipairs { "f32", "f16", "bf16" } do
+        local want, got = { run(pages(cpu), select(2, pages(cpu)), rows) },
+          { run(pages(cuda), select(2, pages(cuda)), rows) }
+        local tolerance = rows == "f32" and 1e-5 or 2e-2
+        for i, tensor in ipairs(want) do
+          local what = ("%s, %s, result %d"):format(name, rows, i)
+          if CLOSE[name] then
+            support.close(got[i]:to(cpu):cast "f32", tensor:cast "f32", tolerance,
+              tolerance, what)
+          else
+            support.equal(got[i]:to(cpu), tensor, what)
+          end
+        end
+      end
+    end) end
+  end
 end)

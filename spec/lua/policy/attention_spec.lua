@@ -18,9 +18,8 @@ local KINDS = {
   ["a window"] = { window = 21 }, ["a soft cap"] = { soft_cap = 0.4 },
   ["an f8e4m3 cache"] = { format = "f8e4m3" },
   ["all three"] = { window = 21, soft_cap = 0.4, format = "f8e4m3" },
-  ["an int8 cache"] = { format = "int8", on = "cpu" },
-  ["a window and a soft cap over int8"] = { window = 21, soft_cap = 0.4, format = "int8",
-                                            on = "cpu" },
+  ["an int8 cache"] = { format = "int8" },
+  ["a window and a cap over int8"] = { window = 21, soft_cap = 0.4, format = "int8" },
 }
 
 --- A copy of options, with more.
@@ -105,9 +104,7 @@ local function check(dev)
     end)
 
     for name, with in pairs(KINDS) do
-      if not with.on or dev:is_cpu() then
-        it("keeps these equalities with " .. name, function() equalities(dev, with) end)
-      end
+      it("keeps these equalities with " .. name, function() equalities(dev, with) end)
     end
   end)
 end

@@ -423,6 +423,7 @@ new == require "policies.quest", opened.score == new().score, opened.score == ol
       offers('t:cast "f8', "f8e4m3")
       offers('t:to("cu', "cuda cuda:0")
       offers('kv.cache { format = "f3', "f32")
+      offers('kv.tensor(dev, { dtype = "f3', "f32")
       offers('kv.reload "policies.que', "policies.quest")
     end)
 

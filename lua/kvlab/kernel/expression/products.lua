@@ -213,6 +213,7 @@ end
 local function row_index(found, leaf, plan)
   local dtype = leaf.op == "field" and leaf.dtype or plan.codec
   local of_tokens = leaf.op == "leaf"
+  if not ROW_DTYPES[dtype] then return nil end
   if found.dtype == nil then found.dtype, found.of_tokens = dtype, of_tokens end
   if found.dtype ~= dtype or found.of_tokens ~= of_tokens then return nil end
   local key = key_of(leaf)

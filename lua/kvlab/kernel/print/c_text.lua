@@ -172,7 +172,8 @@ local function struct(plan)
 end
 
 local function bytes_of(dtype)
-  return ({ f32 = 4, f16 = 2, bf16 = 2, f8e4m3 = 1, int8 = 1, i32 = 4, u64 = 8, u8 = 1 })[dtype]
+  return ({ f32 = 4, f16 = 2, bf16 = 2, f8e4m3 = 1, int8 = 1, i32 = 4, u64 = 8,
+            u8 = 1 })[dtype]
 end
 
 local function indented(lines, indent)

@@ -2,6 +2,7 @@
 -- decode and prefill kernels, and what attention emits for each block.
 local shared = require "kvlab.kernel.print.c_text"
 local printer = require "kvlab.kernel.print.cuda_printer"
+local pages = require "kvlab.tensor.pages"
 
 local fixed_lines, indented = printer.fixed_lines, shared.indented
 local M = {}
@@ -76,7 +77,8 @@ extern "C" __global__ void __launch_bounds__(kvl::f32_shape<%s, %d>::WARPS *kvl:
 ]]
 
 local CPP = printer.CPP
-local SHORT = { f32 = "f32", f16 = "f16", bf16 = "bf16", f8e4m3 = "f8" }
+local SHORT = { f32 = "f32", f16 = "f16", bf16 = "bf16", f8e4m3 = "f8",
+                int8 = "int8" }
 
 --- The smallest of these sizes that takes n.
 local function size_for(n, ...)
@@ -91,7 +93,8 @@ end
 -- in wgmma_launch.cuh (kernels/cuda/attention).
 local function attention_kernel(plan, target)
   local dim, group, q, kv = plan.sizes.dim, plan.sizes.head, plan.q_dtype, plan.codec
-  if q == "f32" then
+  local is_packed = pages.CODECS[kv].packs
+  if q == "f32" or is_packed and not plan.is_prefill then
     local rows = (plan.is_prefill or group > 4) and 8 or group > 1 and 4 or 1
     local size = size_for(dim, 64, 128, 256)
     local phase = plan.is_prefill and "prefill" or "decode"
@@ -101,9 +104,9 @@ local function attention_kernel(plan, target)
       size, rows, second)
   end
   local is_f8 = kv == "f8e4m3"
-  local last = is_f8 and "_f8" or ""
+  local last = is_f8 and "_f8" or is_packed and "_int8" or ""
   local mend = MEND:format(SHORT[q], last, CPP[q], CPP[kv])
-  if plan.is_prefill and target == "sm_90a" and WGMMA_DIMS[dim] then
+  if plan.is_prefill and target == "sm_90a" and WGMMA_DIMS[dim] and not is_packed then
     return "paged_wgmma", WGMMA:format(dim, tostring(is_f8), SHORT[q], dim, last,
       CPP[q]) .. mend
   end

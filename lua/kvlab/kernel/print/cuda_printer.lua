@@ -20,9 +20,11 @@ local M = {}
 local ARRAY_ROOM = 4096
 
 -- The types of stored numbers.
-M.CPP = { f32 = "float", f16 = "__half", bf16 = "__nv_bfloat16", f8e4m3 = "kvl::f8e4m3" }
+M.CPP = { f32 = "float", f16 = "__half", bf16 = "__nv_bfloat16", f8e4m3 = "kvl::f8e4m3",
+          int8 = "kvl::int8" }
 
-local ELEMENTS = { f32 = "f32", f16 = "f16", bf16 = "bf16", f8e4m3 = "f8e4m3" }
+local ELEMENTS = { f32 = "f32", f16 = "f16", bf16 = "bf16", f8e4m3 = "f8e4m3",
+                   int8 = "int8" }
 
 ---@class kvlab.PrinterCuda
 local Printer = {}
@@ -117,6 +119,12 @@ end
 
 local function item_of(bind) return bind.item and "_" .. bind.item.text or "" end
 
+--- The number, or its scale, at index `at` of a strip of packed numbers.
+local function packed(what, plan, strip, at)
+  return ("packed_%s(%s, %s, %d, %d)"):format(what, strip, at, plan.sizes.token,
+    plan.sizes.dim)
+end
+
 --- An element of memory with the dimension dim, from the chunk that the lane loads.
 local function load_chunk(self, s, x, bind, pointer, stored, dtype)
   local to, bytes = bind.dim, self.vec * bytes_of(dtype)
@@ -137,8 +145,12 @@ local function load_chunk(self, s, x, bind, pointer, stored, dtype)
       return chunk
     end
     s:line(("chunk<%d> %s;"):format(bytes, chunk))
+    if dtype == "int8" then -- a chunk has one scale
+      load = load .. (" %s.scale = %s;"):format(chunk, packed("scale", self.plan, pointer,
+        s:index(x.dims, first, stored)))
+    end
     if self.partial then
-      s:line(("if (lane + %d < %d) %s else %s.clear();"):format(to.chunk * self.team,
+      s:line(("if (lane + %d < %d) { %s } else %s.clear();"):format(to.chunk * self.team,
         self.chunks, load, chunk))
     else
       s:line(load)
@@ -151,8 +163,9 @@ local function load_chunk(self, s, x, bind, pointer, stored, dtype)
   return ("%s.%s(%d)"):format(name, ELEMENTS[dtype], at)
 end
 
---- An element of memory, by itself.
-local function load_one(pointer, at, dtype, kind)
+--- An element of memory, by itself. int8: of K or V of a plan.
+local function load_one(pointer, at, dtype, kind, plan)
+  if dtype == "int8" then return packed("one", plan, pointer, at) end
   if ELEMENTS[dtype] and dtype ~= "f32" then
     local memory = bytes_of(dtype) == 1 and "uint8_t" or "uint16_t"
     return ("from_%s(((const %s *)%s)[%s])"):format(dtype, memory, pointer, at)
@@ -167,7 +180,7 @@ local function load(self, s, x, bind, pointer, stored, dtype)
   if bind.dim and order[#order] == "dim" and dtype ~= "u64" then
     return load_chunk(self, s, x, bind, pointer, stored, dtype)
   end
-  return load_one(pointer, s:index(x.dims, bind, stored), dtype, x.type)
+  return load_one(pointer, s:index(x.dims, bind, stored), dtype, x.type, self.plan)
 end
 
 local function read_leaf(self, s, x, bind)

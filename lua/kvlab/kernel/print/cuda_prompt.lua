@@ -5,6 +5,7 @@
 -- of one query and one block at a time. A block's sum has one order.
 -- kernels/cuda/attention/emission.cuh has what does not depend on the expressions.
 local expression = require "kvlab.kernel.expression.expression"
+local pages = require "kvlab.tensor.pages"
 local products = require "kvlab.kernel.print.cuda_products"
 local schedule = require "kvlab.kernel.print.schedule"
 local shared = require "kvlab.kernel.print.c_text"
@@ -19,6 +20,11 @@ local KIB = 1024
 
 local function round_up(n, to) return math.ceil(n / to) * to end
 
+--- What keys are in shared memory: packed ones become f32.
+local function tile_dtype(plan)
+  return pages.CODECS[plan.codec].packs and "f32" or plan.codec
+end
+
 --- What a thread block of `threads` threads works on, with `rows` query rows at once.
 local function shape_of(plan, threads, rows)
   local sizes, s = plan.sizes, { threads = threads, rows = rows }
@@ -30,14 +36,14 @@ local function shape_of(plan, threads, rows)
   while s.team < math.min(sizes.token, 32) do s.team = s.team * 2 end
   s.stride = s.keys + 4
   s.dim = sizes.dim <= 64 and 64 or sizes.dim <= 128 and 128 or 256
-  s.keys_bytes = s.slice * s.dim * bytes_of(plan.codec)
+  s.keys_bytes = s.slice * s.dim * bytes_of(tile_dtype(plan))
   s.logits_bytes = (rows * s.stride + 32) * 4
   -- shared memory that is not dynamic: of, counts, start, at, lse, the sums
   s.static = s.blocks * 16 + s.queries * 8 + rows * 8
     + #plan.roots * threads / s.team * 4 + KIB
   function s.bytes(q_dtype)
-    local bytes = s.keys_bytes + s.logits_bytes + rows * 4
-      + products.terms_of({ is_exact = true }, plan.codec, q_dtype) * rows * s.dim * 2
+    local terms = products.terms_of({ is_exact = true }, tile_dtype(plan), q_dtype)
+    local bytes = s.keys_bytes + s.logits_bytes + rows * 4 + terms * rows * s.dim * 2
     -- above 48 KiB in all, the launch has to ask for it, which it does by these bytes
     return bytes + s.static > 48 * KIB and math.max(bytes, 48 * KIB + 16) or bytes
   end
@@ -73,7 +79,8 @@ enum {
   QUERIES = %d, ROWS = %d, D = %d,
   PER_BLOCK = TEAMS / BLOCKS, /* teams of a block */
 };
-using T = %s;
+using C = %s; /* of an element of the cache, */
+using T = %s; /* and of the tiles */
 ]]
 
 local QUERY_VALUE = [[
@@ -171,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   float *unscale = (float *)(memory + %d);
   uint4 *q = (uint4 *)(memory + %d);
   if (KEYS == SLICE)
-    emission_keys<T, D, DIM, TOKENS, BLOCKS, SLICE, THREADS>(tiles, &a->cache, start,
-                                                             counts, 0);
+    emission_keys<C, T, D, DIM, TOKENS, BLOCKS, SLICE, THREADS>(
+        tiles, &a->cache, start, counts, 0);
   const float *alibi = (const float *)a->alibi, *unit = a->cache.k_scale;
   const float soft_cap = (float)a->soft_cap;
   const float factor = (float)a->scale * (unit ? unit[kv_head] : 1.0f);
@@ -201,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int from = 0; from < KEYS; from += SLICE) {
       if (KEYS > SLICE) {
         __syncthreads();
-        emission_keys<T, D, DIM, TOKENS, BLOCKS, SLICE, THREADS>(
+        emission_keys<C, T, D, DIM, TOKENS, BLOCKS, SLICE, THREADS>(
             tiles, &a->cache, start, counts, from);
       }
       __syncthreads(); /* queries and keys are there, and the scores before were read */
@@ -292,7 +299,7 @@ function M.print(plan, target)
   local text = '#include "cuda/attention/emission.cuh"\n\n'
     .. HEAD:format(sizes.token, sizes.dim, sizes.head, #plan.roots, s.threads, s.team,
       s.blocks, s.keys, s.slice, s.stride, s.queries, s.rows, s.dim,
-      printer.CPP[plan.codec])
+      printer.CPP[plan.codec], printer.CPP[tile_dtype(plan)])
     .. shared.struct(plan) .. "\n" .. printer.Q_AT .. query_functions(self)
     .. PROMPT:format(s.keys_bytes, s.keys_bytes + s.logits_bytes,
       s.keys_bytes + s.logits_bytes + s.rows * 4,

@@ -243,9 +243,9 @@ end
 --- What the plans of a policy's expressions need to know.
 function M.options_of(owner, shape, what)
   return {
-    codec = shape.format.name, group = shape.heads / shape.kv_heads, layers = shape.layers,
-    block_size = shape.block_size, head_dim = shape.head_dim, kv_heads = shape.kv_heads,
-    scale = shape.scale,
+    codec = shape.format.name, group = shape.heads / shape.kv_heads,
+    layers = shape.layers, block_size = shape.block_size, head_dim = shape.head_dim,
+    kv_heads = shape.kv_heads, scale = shape.scale,
     const_dims = function(x) return const_of(owner, x, what, shape.device):dims() end,
   }
 end

@@ -69,7 +69,8 @@ local function cache_rows()
   for cache in pairs(require("kvlab.memory.cache").open) do
     local memory = cache.memory
     rows[#rows + 1] = { cache.device:name(), cache.tier.name, cache.layers, cache.blocks,
-      cache:blocks_free(), cache.block_size, cache.dtype, inspect.bytes(memory:bytes()) }
+      cache:blocks_free(), cache.block_size, cache.format.name,
+      inspect.bytes(memory:bytes()) }
   end
   return rows
 end
@@ -82,7 +83,7 @@ commands.mem = { "", "memory of the devices, and the KV pools with their tier",
     local rows = cache_rows()
     if #rows == 0 then return end
     io.stdout:write "\n"
-    print_table({ "KV pool", "tier", "layers", "blocks", "free", "block_size", "dtype",
+    print_table({ "KV pool", "tier", "layers", "blocks", "free", "block_size", "format",
       "bytes" }, rows)
   end }
 

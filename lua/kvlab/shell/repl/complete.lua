@@ -1,10 +1,11 @@
 --- The completions that Tab offers for the text before the cursor: fields and methods of
--- live values, names inside strings that a call takes (policies, models, dtypes,
+-- live values, names inside strings that a call takes (policies, models, dtypes, formats,
 -- devices, modules, files), and the options of the policy that is being opened.
 local downloads = require "kvlab.downloads"
 local files_of = require "kvlab.files"
 local help = require "kvlab.shell.repl.help"
 local library = require "kvlab.library"
+local pages = require "kvlab.tensor.pages"
 local sorted = require "kvlab.sorted"
 
 local M = {}
@@ -48,6 +49,8 @@ local function open_string(text)
 end
 
 local function dtypes() return sorted.keys(library.dtypes) end
+
+local function formats() return pages.NAMES end
 local function policies() return require("kvlab.policy.policy").names() end
 local function devices() return { "auto", "cpu", "cuda", "cuda:0" } end
 
@@ -87,6 +90,7 @@ end
 local EXPECTED = {
   { "kv%.model%s*%(?%s*$", models },
   { "kv%.policy%s*%(?%s*$", policies }, { "policy%s*=%s*$", policies },
+  { "format%s*=%s*$", formats }, { "codec%s*=%s*$", formats },
   { "dtype%s*=%s*$", dtypes }, { ":cast%s*%(?%s*$", dtypes },
   { "dtype_bytes%s*%(?%s*$", dtypes },
   { "kv%.[%l_]+%s*%([^(),]*,%s*$", dtypes }, -- kv.randn(dev, "

@@ -1,0 +1,68 @@
+/* Numbers of KV memory as its codec stores them: C is the type of an element. That of a codec
+ * that packs numbers beside their scales (page.h) is a number without its scale. */
+#ifndef KVL_CUDA_STRIP_CUH
+#define KVL_CUDA_STRIP_CUH
+
+#include "cuda/convert.cuh"
+#include "page.h"
+
+namespace kvl {
+
+struct int8 {
+  int8_t bits;
+};
+__device__ __forceinline__ float to_float(int8 x) { return (float)x.bits; }
+
+template <class C> constexpr bool packs = same<C, int8>;
+constexpr int PACKED_GROUP = 64;
+
+/* The type of the numbers that are read: C itself, or float of packed ones. */
+template <class C> struct read_type { using type = C; };
+template <> struct read_type<int8> { using type = float; };
+
+/* The scale of a row's numbers from `dim` on; the row's scales begin at `scales`. */
+__device__ __forceinline__ float scale_at(const char *scales, int dim) {
+  return __bfloat162float(((const __nv_bfloat16 *)scales)[dim / PACKED_GROUP]);
+}
+
+/* The scale of numbers of a packed row, from `dim` on. */
+__device__ __forceinline__ float scale_of(const kvl_strips &of, const char *strip,
+                                          int64_t token, int dim) {
+  return scale_at(strip + of.scales + 2 * token * of.groups, dim);
+}
+
+/* N numbers of a token's row from `dim` on, which is a multiple of N. */
+template <class C, int N>
+__device__ __forceinline__ pack<typename read_type<C>::type, N> load_row(const kvl_strips &of,
+                                                                         const char *strip,
+                                                                         int64_t token,
+                                                                         int dim) {
+  const pack<C, N> raw = load_pack<N>((const C *)(strip + token * of.bytes_row) + dim);
+  if constexpr (packs<C>) {
+    const float scale = scale_of(of, strip, token, dim);
+    pack<float, N> x;
+#pragma unroll
+    for (int e = 0; e < N; e++) x.at[e] = to_float(raw.at[e]) * scale;
+    return x;
+  } else {
+    return raw;
+  }
+}
+
+}  // namespace kvl
+
+/* Runs the code with C the element type of a codec. */
+#define KVL_CUDA_BY_CODEC(codec, C, ...)              \
+  switch (codec) {                                    \
+    case KVL_CODEC_F8E4M3: {                          \
+      using C = kvl::f8e4m3;                          \
+      __VA_ARGS__                                     \
+    } break;                                          \
+    case KVL_CODEC_INT8: {                            \
+      using C = kvl::int8;                            \
+      __VA_ARGS__                                     \
+    } break;                                          \
+    default: KVL_CUDA_BY_FLOAT(codec, C, __VA_ARGS__) \
+  }
+
+#endif
