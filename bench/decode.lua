@@ -1,7 +1,7 @@
 --- Paged decode attention over random block tables, 32 query heads on 8 KV heads of
--- 128, block 16: dense (P1, P2, P3), with f8e4m3 and int8 memory, with lengths that differ
--- a lot, and sparse (P4). P14 is dense decode on the CPU. Limit: reading K and V once, of all
--- tokens or of the selected ones, at the read bandwidth of the same run.
+-- 128, block 16: dense (P1, P2, P3), with f8e4m3 and int8 memory, with lengths that
+-- differ a lot, and sparse (P4). P14 is dense decode on the CPU. Limit: reading K and V
+-- once, of all tokens or of the selected ones, at the read bandwidth of the same run.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 

@@ -1,6 +1,7 @@
-/* What kernels/cuda/select/score_mma.cuh uses of mma.cuh and of what that includes, on the CPU, for
- * cuda_emulation.h. Copies into shared memory happen at once. */
+/* What kernels/cuda/select/score_mma.cuh and kernels/cuda/strip.cuh use of mma.cuh and of what
+ * that includes, on the CPU, for cuda_emulation.h. Copies into shared memory happen at once. */
 #define KVL_CUDA_MMA_CUH
+#define KVL_CUDA_CONVERT_CUH
 
 #define KVL_HAS_INTS
 #include "base.h"
@@ -47,6 +48,12 @@ static inline float to_float(f8e4m3 x) {
   return x.bits & 0x80 ? -y : y;
 }
 template <class T> static inline T from_float(float x) { return T(x); }
+static inline float __bfloat162float(__nv_bfloat16 x) { return to_float(x); }
+template <int N, class T> static inline pack<T, N> load_pack(const T *p) {
+  pack<T, N> x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
 template <int N, class T> static inline void store_pack(T *p, const pack<T, N> &x) {
   memcpy(p, &x, sizeof x);
 }
