@@ -177,7 +177,6 @@ typedef struct kvl_tensor {
 
 int kvl_dtype_bytes(int dtype);
 const char *kvl_dtype_name(int dtype); /* "bf16" */
-const char *kvl_codec_name(int codec); /* "int8" */
 
 /* Allocates an uninitialised tensor on the current stream of `dev`. The caller owns it.
  * Errors: INVALID if ndim is wrong or the shape is negative or overflows; NO_MEMORY. */

@@ -264,6 +264,22 @@ function M.scales(n, seed)
   return kv.from(kv.device "cpu", "f32", { n }, list):list()
 end
 
+--- In a hostile build: fails one allocation after the other of open(), until it needs no
+-- more of them than could fail. Each failure must speak of memory.
+function M.fails_each_allocation(open, most)
+  for n = 1, most do
+    kv.check(kv.C.kvl_fail_allocation(n))
+    local ok, opened = pcall(open)
+    kv.check(kv.C.kvl_fail_allocation(0))
+    if ok then
+      assert.is_true(n > 10)
+      return opened:close()
+    end
+    assert.truthy(opened:find "memory", opened)
+  end
+  error "it never opened"
+end
+
 --- Pages of int8 that hold `values`, f32 [blocks, 2, kv_heads, block_size, head_dim]: the
 -- memory, its format, and what it holds as a tensor like values.
 function M.int8_pages(values)

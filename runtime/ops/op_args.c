@@ -11,7 +11,7 @@ unsigned kvl__read_of(int codec) {
 
 static unsigned memory_of(int codec) { return kvl__packs(codec) ? KVL__U8 : 1u << codec; }
 
-const char *kvl_codec_name(int codec) {
+static const char *codec_name(int codec) {
   return codec == KVL_CODEC_INT8 ? "int8" : kvl_dtype_name(codec);
 }
 
@@ -49,10 +49,10 @@ static void expect_format(struct kvl__call *c, const char *name, const kvl_forma
                    name, f->key_dim, f->is_shared ? "shared values" : "values", f->value_dim);
   if (c->status >= 0 && kvl__bits(f->codec) == 8 && f->key_dim % 16)
     kvl__call_fail(c, "head_dim is %d, expected a multiple of 16 for an %s %s", f->key_dim,
-                   kvl_codec_name(f->codec), name);
+                   codec_name(f->codec), name);
   if (c->status >= 0 && kvl__packs(f->codec) && f->block_size % 8)
     kvl__call_fail(c, "block_size is %d, expected a multiple of 8 for an %s %s",
-                   f->block_size, kvl_codec_name(f->codec), name);
+                   f->block_size, codec_name(f->codec), name);
 }
 
 /* Checks the scales of a format and sets them in a view of its pages. */
@@ -61,7 +61,7 @@ static void scale_args(struct kvl__call *c, struct kvl_pages *view, const kvl_fo
   given += kvl__arg(c, "v_scale?", f->v_scale, KVL__F32, "kv_heads");
   if (given && f->codec != KVL_CODEC_F8E4M3)
     kvl__call_fail(c, "%s_scale is given for a cache of %s, expected f8e4m3",
-                   f->k_scale ? "k" : "v", kvl_codec_name(f->codec));
+                   f->k_scale ? "k" : "v", codec_name(f->codec));
   if (c->status < 0) return;
   if (f->k_scale) view->k_scale = f->k_scale->ptr;
   if (f->v_scale) view->v_scale = f->v_scale->ptr;
@@ -118,8 +118,8 @@ struct kvl_pages kvl__pages_arg(struct kvl__call *c, const char *name,
 void kvl__expect_same_pages(struct kvl__call *c, const char *name, const struct kvl_pages *p,
                             const struct kvl_pages *other) {
   if (p->codec != other->codec)
-    kvl__call_fail(c, "%s is %s, expected %s", name, kvl_codec_name(p->codec),
-                   kvl_codec_name(other->codec));
+    kvl__call_fail(c, "%s is %s, expected %s", name, codec_name(p->codec),
+                   codec_name(other->codec));
 }
 
 void kvl__expect_groups(struct kvl__call *c) {

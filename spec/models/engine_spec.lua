@@ -35,6 +35,24 @@ local function check(dev)
       assert.is_true((got - want:narrow(#TOKENS - 1, 1)):abs():max():item() > 1e-3)
     end)
 
+    it("gives the same over int8 through graphs, a ring and a hot cache", function()
+      local function answer(o)
+        o.blocks, o.format, o.max_blocks = 16, "int8", 16
+        local path = "spec/data/gguf/llama.gguf"
+        local e = llama.load(path, { device = dev, dtype = "f32" }):engine(o)
+        local seq = e:sequence()
+        local ids = e:generate(seq, e:prefill(seq, first(20)), 8)
+        ids[#ids + 1] = e:decode({ seq:fork() }, { 7 }):argmax():item()
+        e.cache:close()
+        return ids
+      end
+      local want_ids = answer {}
+      for _, o in ipairs { { graph = true }, { offload = { slots = 2 } },
+                           { offload = { slots = 2, hot_slots = 64 } } } do
+        assert.same(want_ids, answer(o))
+      end
+    end)
+
     it("verifies a draft with the logits of decode, and takes tokens back", function()
       for _, o in ipairs { {}, { graph = true, max_blocks = 16 },
           { offload = { slots = 2, slot_blocks = 1 } },

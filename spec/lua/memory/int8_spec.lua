@@ -143,6 +143,26 @@ describe("int8", function()
     end
   end)
 
+  it("goes through a store as bytes, and not into another format", function()
+    local function cache_of(name)
+      return kv.cache { device = cpu, layers = 1, blocks = 2, block_size = 8, kv_heads = 1,
+                        head_dim = 64, format = name }
+    end
+    local cache, other = cache_of "int8", cache_of "bf16"
+    assert.not_equal(kv.store.model("m", cache), kv.store.model("m", other))
+    local store = kv.store("memory:", { model = kv.store.model("m", cache),
+                                        block_size = 8 })
+    local keys, memory = store:keys { 1, 2, 3, 4, 5, 6, 7, 8 }, cache:layer(0)
+    memory:fill_(7)
+    store:put_block(keys[0], 0, memory, 1)
+    memory:fill_(0)
+    assert.truthy(store:get_block(keys[0], 0, memory, 0))
+    support.equal(memory:index(0), kv.full(cpu, "u8", { memory:size(1) }, 7))
+    support.equal(memory:index(1), kv.zeros(cpu, "u8", { memory:size(1) }))
+    assert.falsy(store:get_block(keys[0], 0, other:layer(0), 0))
+    store:close()
+  end)
+
   it("refuses head_dims and block sizes that it cannot hold", function()
     support.refuses(function() format(1, 16, 72) end,
       "head_dim is 72, expected a multiple of 16 for an int8 format")
