@@ -273,6 +273,8 @@ describe("gguf", function()
     if not support.is_hostile then
       return pending "only in a hostile build can allocations be made to fail"
     end
-    support.fails_each_allocation(function() return kv.gguf(DATA .. "types.gguf") end, 200)
+    support.fails_each_allocation(function()
+      return kv.gguf(DATA .. "types.gguf")
+    end, 200)
   end)
 end)

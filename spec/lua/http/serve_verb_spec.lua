@@ -73,8 +73,9 @@ describe("kvlab serve", function()
     file:write "secret\n"
     file:close()
     local port, pid, log = start { text_models.folder(), "--policy=quest", "--set",
-      "ratio=0.5", "--set", "engine.blocks=32", "--set", "limits.n=2", "--name=mine",
-      "--key-file=" .. key, "--dtype=f32", "--device=cpu" }
+      "ratio=0.5", "--set", "engine.blocks=32", "--set", "engine.format=int8",
+      "--set", "limits.n=2", "--name=mine", "--key-file=" .. key, "--dtype=f32",
+      "--device=cpu" }
     local with = { Authorization = "Bearer secret" }
     assert.equal(401, ask(port, "GET", "/v1/models").status)
     assert.equal("mine", ask(port, "GET", "/v1/models", nil, with):json().data[1].id)

@@ -145,8 +145,8 @@ describe("int8", function()
 
   it("goes through a store as bytes, and not into another format", function()
     local function cache_of(name)
-      return kv.cache { device = cpu, layers = 1, blocks = 2, block_size = 8, kv_heads = 1,
-                        head_dim = 64, format = name }
+      return kv.cache { device = cpu, layers = 1, blocks = 2, block_size = 8,
+                        kv_heads = 1, head_dim = 64, format = name }
     end
     local cache, other = cache_of "int8", cache_of "bf16"
     assert.not_equal(kv.store.model("m", cache), kv.store.model("m", other))
