@@ -272,10 +272,10 @@ function M.fails_each_allocation(open, most)
     local ok, opened = pcall(open)
     kv.check(kv.C.kvl_fail_allocation(0))
     if ok then
-      assert.is_true(n > 10)
+      assert(n > 10, "nothing could fail")
       return opened:close()
     end
-    assert.truthy(opened:find "memory", opened)
+    assert(opened:find "memory", opened)
   end
   error "it never opened"
 end
