@@ -11,9 +11,11 @@ local KV_HEADS, BLOCK, DIM = paged.KV_HEADS, paged.BLOCK, paged.DIM
 --- Compares the heads of KV head g of a row with attention over gathered tokens.
 local function check_row(w, row, g)
   kv.scope(function()
-    local places = w.places:index(row)
-    local block = places / BLOCK
-    local first = (block * (2 * KV_HEADS) + g) * BLOCK + (places - block * BLOCK)
+    local tokens = w.listed:reshape { w.q:size(0), -1 }:index(row)
+    local number = tokens / BLOCK
+    local block = w.tables:index(0):reshape { -1, 1 }:gather_rows(number)
+      :reshape(number:dims())
+    local first = (block * (2 * KV_HEADS) + g) * BLOCK + (tokens - number * BLOCK)
     local function gather(half)
       return w.cache:reshape { -1, DIM }:gather_rows(first + half * KV_HEADS * BLOCK)
         :cast "f32"
@@ -23,20 +25,28 @@ local function check_row(w, row, g)
   end)
 end
 
---- A list of k random tokens out of `tokens` for each of `rows` rows.
-local function listed(rows, k, tokens, dtype)
+--- A list of k random tokens out of `tokens` for each of `rows` rows: one row for each of
+-- so many sequences, which have the same blocks, or the rows of one prompt.
+local function listed(rows, k, tokens, dtype, is_prompt)
   dtype = dtype or "bf16"
   return function(b)
-    local dev, w = b.device, {}
-    w.cache = paged.random_memory(dev, dtype, math.ceil(tokens / BLOCK))
+    local dev, w, blocks = b.device, {}, math.ceil(tokens / BLOCK)
+    local seqs = is_prompt and 1 or rows
+    w.cache = paged.random_memory(dev, dtype, blocks)
     w.q = kv.randn(dev, "bf16", { rows, paged.HEADS, DIM }, { seed = 2 })
-    w.places = kv.randint(dev, "i32", { rows, k }, { seed = 3, low = 0, high = tokens })
+    w.listed = kv.randint(dev, "i32", { rows, 1, k }, { seed = 3, low = 0,
+                                                        high = tokens })
+    local _, order = kv.rand(dev, "f32", { 1, blocks }, { seed = 4 }):sort()
+    w.tables = kv.zeros(dev, "i32", { seqs, 1 }) + order
+    w.lens = kv.full(dev, "i32", { seqs }, tokens)
+    w.starts = is_prompt and kv.from(dev, "i32", { 2 }, { 0, rows }) or nil
+    w.causal = false -- a row of the prompt, too, may list any token
     w.out = kv.full(dev, "bf16", { rows, paged.HEADS, DIM }, 0 / 0)
-    local function run() kv.ops.step.token_attention(w) end
+    local function run() kv.ops.step.paged_attention(w) end
     local all, token = rows * k, KV_HEADS * DIM * 2 * (dtype == "bf16" and 2 or 1)
     local note
     local read = kv.scope(function() -- a token in two lists is read once
-      local index = w.places:reshape { -1 }
+      local index = w.listed:reshape { -1 }
       return kv.zeros(dev, "f32", { tokens, 1 }):scatter_rows_(index,
         kv.ones(dev, "f32", { all, 1 })):sum():item()
     end)
@@ -64,5 +74,5 @@ return function(b)
   end
   local rows = b:shrunk(4096)
   b:case { id = "E9", name = ("%d tokens each for %d rows of a prompt of %d"):format(k,
-    rows, context / 2), setup = listed(rows, k, context / 2) }
+    rows, context / 2), setup = listed(rows, k, context / 2, "bf16", true) }
 end

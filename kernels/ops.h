@@ -73,7 +73,6 @@
   X(transform_indices) \
   X(topk_merge)        \
   X(ragged_places)     \
-  X(token_attention)   \
   X(strided_copy)      \
   X(cumsum)            \
   X(logsumexp)

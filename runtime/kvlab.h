@@ -470,8 +470,8 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tens
 int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
                     const kvl_tensor *blocks, const kvl_tensor *k, const kvl_tensor *v);
 
-/* out = softmax(scale * q k^T + bias) v over every block of each sequence, or over a
- * selection of blocks. Sums are accumulated in fp32.
+/* out = softmax(scale * q k^T + bias) v over every block of each sequence, over a selection
+ * of blocks, or over listed tokens. Sums are accumulated in fp32.
  *  q          f32 f16 bf16  [tokens, heads, head_dim]   heads % kv_heads == 0
  *  cache      like q, or f8e4m3; any of them when q is f32
  *  tables     i32  [seqs, max_blocks]
@@ -480,9 +480,14 @@ int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
  *                  which are its newest tokens. NULL: decode, one row per sequence
  *  selection  i32  [seqs, kv_heads or 1, max_selected]  logical blocks in ascending order,
  *                  padded with -1; NULL: every block
+ *  listed     i32  [tokens, kv_heads or 1, max_selected]  the tokens that each row of q reads,
+ *                  by their number in its sequence, in any order, such as those that an
+ *                  indexer selects; -1, and any other number that is no token which the row
+ *                  may see, adds nothing. A token that is listed twice counts twice. Instead
+ *                  of a selection. NULL: no list
  *  slots      i32  [seqs, kv_heads or 1, max_selected]  the physical block of each selected
- *                  block, used instead of tables (for slots of a ring or a hot cache);
- *                  NULL: tables is used
+ *                  block (with a list [tokens, ...]: of each listed token), used instead of
+ *                  tables (for slots of a ring or a hot cache); NULL: tables is used
  *  alibi      f32  [heads] slopes; bias = slope * (key position - query position);
  *                  NULL: no bias
  *  prev_out   f32  [tokens, heads, head_dim]  the result of an attention over other keys,
@@ -509,7 +514,7 @@ int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
  *                  not see keep what they had, or not. NULL: they are not kept. A GPU keeps
  *                  them in decode alone, and with a hook */
 typedef struct kvl_attention {
-  const kvl_tensor *q, *cache, *tables, *lens, *starts, *selection, *slots, *alibi;
+  const kvl_tensor *q, *cache, *tables, *lens, *starts, *selection, *listed, *slots, *alibi;
   const kvl_tensor *prev_out, *prev_lse, *out, *lse, *scores, *tree;
   const kvl_format *format; /* of cache, see above */
   double scale, soft_cap;
@@ -520,22 +525,6 @@ typedef struct kvl_attention {
   int32_t hook_bytes, hook_tensors_count;
 } kvl_attention;
 int kvl_paged_attention(const kvl_attention *call);
-
-/* out = softmax(scale * q k^T) v over the tokens that a list names for each row, such as the
- * tokens that an indexer selected. A row is a decoded token or a token of a prompt. The list
- * must leave out the tokens that a row must not see. A token that is listed twice counts
- * twice.
- *  q      f32 f16 bf16  [rows, heads, head_dim]   heads % kv_heads == 0
- *  cache  as for kvl_paged_attention
- *  places  i32  [rows, k], or [rows, kv_heads, k] for one list per KV head: the place of each
- *              token, block * block_size + offset, in any order; -1 and any other number
- *              that is no place in the cache add nothing
- *  out    like q, or f32  [rows, heads, head_dim]
- *  lse    f32  [rows, heads]   may be NULL
- * A row that sees no key gets out 0 and lse -inf. */
-int kvl_token_attention(const kvl_tensor *q, const kvl_tensor *cache,
-                        const kvl_format *format, const kvl_tensor *places, double scale,
-                        const kvl_tensor *out, const kvl_tensor *lse);
 
 /* Merges two attentions over disjoint keys. out may alias out_a, and lse may alias lse_a.
  *  out_a, out_b, out  f32 f16 bf16  [tokens, heads, head_dim]  one dtype

@@ -53,6 +53,23 @@ local function make_selection(c)
   return lists, kv.from(c.dev, "i32", { c.seqs, o.kv_heads, most }, flat)
 end
 
+--- For each row of q all tokens of its sequence, in another order for each.
+local function make_lists(c, starts)
+  local most, flat = c.width * c.o.block_size, {}
+  for s = 1, c.seqs do
+    for _ = starts[s], starts[s + 1] - 1 do
+      local list = {}
+      for i = 1, most do
+        local at = c.draw(i) + 1
+        list[i] = i <= c.o.lens[s] and i - 1 or -1
+        list[i], list[at] = list[at], list[i]
+      end
+      for i = 1, most do flat[#flat + 1] = list[i] end
+    end
+  end
+  return kv.from(c.dev, "i32", { starts[c.seqs + 1], 1, most }, flat)
+end
+
 local function slopes(n)
   local list = {}
   for i = 1, n do list[i] = i % 4 * 0.25 end
@@ -71,7 +88,7 @@ end
 
 --- A memory tier's reader that knows the op alone. K is read again in two parts: the
 -- blocks of odd entries, with their slots, and then the others.
-local function reader_of(c, q, starts, selection)
+local function reader_of(c, q, starts, selection, listed)
   local o, reader = c.o, {}
   local function add_parts(ctx, lse, emitter)
     if not o.parts then return emitter:add_part(ctx, lse, c.layer, selection, nil) end
@@ -97,10 +114,10 @@ local function reader_of(c, q, starts, selection)
   end
   function reader.attend(_, _, _, ctx, out, lse, hook, emitters)
     local call = { q = q, cache = c.layer, tables = ctx.tables, lens = ctx.lens,
-      starts = starts, selection = selection, scale = SCALE, window = o.window,
-      soft_cap = o.soft_cap, alibi = c.alibi,
+      starts = starts, selection = selection, listed = listed, scale = SCALE,
+      window = o.window, soft_cap = o.soft_cap, alibi = c.alibi,
       format = c.format:of(LAYER), out = out, lse = lse }
-    call.hook, call.scores = hook:prepare(ctx)
+    call.hook, call.scores = hook:prepare(ctx, listed ~= nil)
     local attend = kernel_hook.is_in_lua(call.hook) and kernel_hook.attend_in_lua
       or ops.step.paged_attention
     attend(call, out)
@@ -125,13 +142,18 @@ local function context_of(c, q, starts)
 end
 
 --- Attends with the policy of a definition. Gives the lists out, lse, and those emitted.
-local function run(c, p, q, starts, selection)
+local function run(c, p, q, starts, selection, listed)
   local of_starts = starts and kv.from(c.dev, "i32", { #starts }, starts)
   local ctx = context_of(c, q, of_starts)
   local out = kv.full(c.dev, "f32", q:dims(), 12345)
   local lse = kv.full(c.dev, "f32", { q:size(0), q:size(1) }, 12345)
-  local reader = reader_of(c, q, of_starts, selection)
-  if not starts then
+  local reader = reader_of(c, q, of_starts, selection, listed)
+  if listed and not starts then
+    local attention = { attend_part = function(_, of, hook)
+      return reader.attend(nil, nil, nil, of, out, lse, hook)
+    end }
+    p.hook:attend_listed(attention, ctx, listed, out, lse)
+  elseif not starts then
     p.hook:attend({}, reader, selection, ctx, out, lse)
   elseif p.hook.prompt then
     kernel_hook.attend_in_prefill(p.hook, { p.hook }, {}, reader, selection, ctx, out,
@@ -221,8 +243,9 @@ end
 
 --- How kvlab differs from the reference, in words; nil: it does not.
 ---@param o table  see expressions.cache, and: rows: new tokens of each sequence in a
---                  prefill; nil: decode; selects; window; soft_cap; alibi; parts: a
---                  prefill emits from two parts of memory
+--                  prefill; nil: decode; selects; listed: rows list all tokens, in any
+--                  order; window; soft_cap; alibi; parts: a prefill emits from two parts
+--                  of memory
 function M.differs(dev, target, seed, def, o)
   local c = expressions.cache(dev, o, seed)
   kernel.chosen = target
@@ -243,7 +266,9 @@ function M.differs(dev, target, seed, def, o)
   local numbers, q, starts = make_queries(c, rows)
   local lists, selection
   if o.selects then lists, selection = make_selection(c) end
-  local done, out, lse, emitted = pcall(run, c, p, q, o.rows and starts, selection)
+  local listed = o.listed and make_lists(c, starts) or nil
+  local done, out, lse, emitted = pcall(run, c, p, q, o.rows and starts, selection,
+    listed)
   kernel.chosen = nil
   if not done then error(out, 0) end
   local want_out, want_lse, want = expressions.once(o, expected, c, p, def, numbers,

@@ -399,7 +399,10 @@ function M.paged(c)
   local layout, dtype = p.layout, c.dtype or "f32"
   p.tables = M.block_table(rng, c.lens, c.block_size, p.max_blocks, layout.blocks)
   local shape = { layout.blocks, 2, layout.kv_heads, layout.block_size, layout.head_dim }
-  p.cache = M.numbers(M.randn(kv.device "cpu", dtype, shape, c.seed or 1))
+  local drawn = M.randn(kv.device "cpu", dtype == "int8" and "f32" or dtype, shape,
+    c.seed or 1)
+  if dtype == "int8" then drawn = select(3, M.int8_pages(drawn)) end
+  p.cache = M.numbers(drawn)
   local valid, i = valid_tokens(p), 0
   for block = 0, layout.blocks - 1 do
     for _ = 1, 2 * layout.kv_heads do
@@ -411,10 +414,16 @@ function M.paged(c)
       end
     end
   end
+  --- The memory, tables and lengths, and the format of int8.
   function p.on(dev)
-    return M.from(dev, dtype, shape, p.cache),
-      kv.from(dev, "i32", { #p.lens, p.max_blocks }, p.tables),
-      kv.from(dev, "i32", { #p.lens }, p.lens)
+    local memory, format
+    if dtype == "int8" then
+      memory, format = M.int8_pages(M.from(dev, "f32", shape, p.cache))
+    else
+      memory = M.from(dev, dtype, shape, p.cache)
+    end
+    return memory, kv.from(dev, "i32", { #p.lens, p.max_blocks }, p.tables),
+      kv.from(dev, "i32", { #p.lens }, p.lens), format
   end
   return p
 end

@@ -41,7 +41,8 @@ struct kvl_paged_attention_args {
   const int32_t *lens;              /* [seqs] */
   const int32_t *starts;            /* optional [seqs + 1]; NULL: tokens == seqs */
   const int32_t *selection;         /* optional [seqs, selection_heads, max_selected] */
-  const int32_t *slots;             /* optional [seqs, slot_heads, max_selected] */
+  const int32_t *listed;            /* optional [tokens, selection_heads, max_selected] */
+  const int32_t *slots;             /* optional [seqs or, listed, tokens, slot_heads, ...] */
   const float *alibi;               /* optional [heads] */
   const float *prev_out, *prev_lse; /* optional: merged with the result */
   void *out;
@@ -52,16 +53,6 @@ struct kvl_paged_attention_args {
   int32_t causal, window, dtype, out_dtype; /* window 0: none. dtype: of q */
   const uint64_t *tree;                     /* optional [tokens, tree_words] */
   int32_t tree_words;                       /* 0: no tree */
-};
-struct kvl_token_attention_args {
-  struct kvl_pages cache;
-  const void *q;
-  const int32_t *places; /* [rows, place_heads, k] */
-  void *out;
-  float *lse;                          /* optional [rows, heads] */
-  int64_t rows, heads, place_heads, k; /* place_heads: 1 or kv_heads */
-  float scale;
-  int32_t dtype, out_dtype; /* dtype: of q */
 };
 struct kvl_merge_attention_args {
   const void *out_a, *out_b;

@@ -73,17 +73,19 @@ local function run(c)
   local s = setting(c)
   local indexer = kv.indexer { topk = c.topk, device = dev,
                                logits_bytes_max = c.logits_mb * 2 ^ 20 }
-  local places = kv.tensor(dev, "i32", { s.rows, c.topk })
+  local listed = kv.tensor(dev, "i32", { s.rows, c.topk })
   local function select()
     kv.scope(function()
       local q8, weights = s.index:queries(s.asks, s.weights)
-      indexer:select { q = q8, weights = weights, cache = s.index:layer(0), to = "places",
+      indexer:select { q = q8, weights = weights, cache = s.index:layer(0),
         tables = s.tables, block_size = BLOCK, lens = s.sees, max_len = c.context,
-        out = places }
+        out = listed }
     end)
   end
+  local listing = { q = s.q, cache = s.cache, tables = s.tables, lens = s.lens,
+    starts = s.starts, listed = listed:reshape { s.rows, 1, c.topk }, out = s.out }
   local function attend()
-    kv.ops.step.token_attention { q = s.q, cache = s.cache, places = places, out = s.out }
+    kv.ops.step.paged_attention(listing)
   end
   local metrics = {
     dense_us = time(function()

@@ -25,8 +25,8 @@ local function compute(self, attention, ctx, out)
     local selection, counts = self:select_blocks(ctx)
     return attention:over(selection, ctx, out), selection, counts
   end
-  local places = self.landmarks:select(ctx, self.want)
-  return attention:over_tokens(places, ctx, out), nil, nil, places
+  local listed = self.landmarks:select(ctx, self.want)
+  return attention:over_tokens(listed, ctx, out), nil, nil, listed
 end
 
 return kv.policy.define {

@@ -134,8 +134,21 @@ int kvl_paged_attention(const kvl_attention *a) {
       kvl__call_fail(&c, "selection is for %lld heads, expected 1 or kv_heads = %d",
                      (long long)args->selection_heads, args->cache.kv_heads);
   }
-  if (kvl__arg(&c, "slots?", a->slots, KVL__I32, "seqs slot_heads max_selected")) {
-    if (!a->selection) kvl__call_fail(&c, "slots are given without a selection");
+  if (kvl__arg(&c, "listed?", a->listed, KVL__I32, "tokens list_heads max_selected")) {
+    if (a->selection)
+      kvl__call_fail(&c, "selection and listed are given, expected one of the two");
+    args->listed = a->listed->ptr;
+    args->selection_heads = kvl__dim(&c, "list_heads");
+    args->max_selected = kvl__dim(&c, "max_selected");
+    if (args->selection_heads != 1 && args->selection_heads != args->cache.kv_heads)
+      kvl__call_fail(&c, "listed is for %lld heads, expected 1 or kv_heads = %d",
+                     (long long)args->selection_heads, args->cache.kv_heads);
+  }
+  if (kvl__arg(
+          &c, "slots?", a->slots, KVL__I32,
+          a->listed ? "tokens slot_heads max_selected" : "seqs slot_heads max_selected")) {
+    if (!a->selection && !a->listed)
+      kvl__call_fail(&c, "slots are given without a selection or a list");
     args->slots = a->slots->ptr;
     args->slot_heads = kvl__dim(&c, "slot_heads");
     if (args->slot_heads != 1 && args->slot_heads != args->cache.kv_heads)

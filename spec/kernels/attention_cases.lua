@@ -6,6 +6,9 @@
 --   rows     new tokens of each sequence; nil: decode
 --   q, out   dtypes: q's is the cache's, or bf16 for f8e4m3; out's is q's
 --   select   "shared": one random selection a sequence, "heads": one a KV head
+--   listed   "shared": every row lists tokens of its sequence, in any order, some of them
+--            twice, beside numbers that are none; "heads": a list for each KV head
+--   count    entries of a list (24); fill: the share that are tokens (0.8)
 --   slots    "all": the selected blocks lie in slots and nothing is in the tables;
 --            "gaps": some of them have no slot
 --   prev     joined to an attention over other keys, which saw nothing in some rows
@@ -16,8 +19,9 @@
 --   scales   "k", "v", "both": of an f8e4m3 cache, random, one a KV head
 --   forget   nothing is left of the keys that no row's window has: their blocks are not
 --            in the tables
+--   dtype    of the cache; "int8": its format
 --   poison   V of these keys, counted from a sequence's end (1: the last), is NaN, inf
---            and -inf in turn; f8e4m3 has no infinities
+--            and -inf in turn; f8e4m3 and int8 have no infinities
 local kv = require "kvlab"
 local ffi = require "ffi"
 local support = require "spec.support"
@@ -43,6 +47,40 @@ local function selection_of(c, paged)
     end
   end
   return flat, heads, width
+end
+
+--- The lists of all rows.
+local function lists_of(c, paged, starts, tokens)
+  if not c.listed then return nil end
+  local rng, flat, seq = support.rng(c.seed or 11), {}, 1
+  local heads, n = c.listed == "heads" and paged.layout.kv_heads or 1, c.count or 24
+  for row = 0, tokens - 1 do
+    while starts and starts[seq + 1] <= row do seq = seq + 1 end
+    local len = c.lens[starts and seq or row + 1]
+    for _ = 1, heads * n do
+      local is = len > 0 and rng(100) < 100 * (c.fill or 0.8)
+      flat[#flat + 1] = is and rng(len) or ({ -1, -77, len, 2 ^ 31 - 1 })[rng(4) + 1]
+    end
+  end
+  return flat, heads, n
+end
+
+--- The slots of listed tokens: the blocks that the tables name. "gaps": some have none.
+-- Returns them, and the lists without the entries that have none.
+local function slots_of_lists(c, a, starts, tokens)
+  local rng, slots, lists, seq = support.rng(c.seed or 3), {}, {}, 1
+  for row = 0, tokens - 1 do
+    while starts and starts[seq + 1] <= row do seq = seq + 1 end
+    local table_at = ((starts and seq or row + 1) - 1) * a.max_blocks
+    for _ = 1, a.selection_heads * a.max_selected do
+      local token = a.listed[#lists + 1]
+      local block = token >= 0 and a.tables[table_at
+        + math.floor(token / a.layout.block_size) + 1]
+      local has = block and not (c.slots == "gaps" and rng(3) == 0)
+      slots[#slots + 1], lists[#lists + 1] = has and block or -1, has and token or -1
+    end
+  end
+  return slots, lists
 end
 
 --- K and V of the selected blocks in slots, in random order, different ones for each
@@ -117,8 +155,9 @@ local function poison_values(c, paged)
       for h = 0, p >= 0 and layout.kv_heads - 1 or -1 do
         local lane = (paged.tables[entry] * 2 + 1) * layout.kv_heads + h
         local at = (lane * c.block_size + p % c.block_size) * layout.head_dim
-        for d = 1, layout.head_dim, i % 2 == 1 and 1 or 3 do
-          cache[at + d] = c.dtype == "f8e4m3" and NAN or POISON[(i - 1) % 3 + 1]
+        for d = 1, layout.head_dim, (i % 2 == 1 or c.dtype == "int8") and 1 or 3 do
+          cache[at + d] = (c.dtype == "f8e4m3" or c.dtype == "int8") and NAN
+            or POISON[(i - 1) % 3 + 1]
         end
       end
     end
@@ -169,7 +208,8 @@ M.inputs = support.latest(function(c)
       starts[#starts + 1] = tokens
     end
   end
-  local q_dtype = c.q or c.dtype == "f8e4m3" and "bf16" or c.dtype or "f32"
+  local is_8bit = c.dtype == "f8e4m3" or c.dtype == "int8"
+  local q_dtype = c.q or is_8bit and "bf16" or c.dtype or "f32"
   local q = support.randn(kv.device "cpu", q_dtype, { tokens, heads, dim }, 99)
   local alibi
   if c.alibi then
@@ -184,13 +224,18 @@ M.inputs = support.latest(function(c)
     max_selected = max_selected, window = c.window, soft_cap = c.soft_cap,
     k_scale = scales_of(c, paged.layout.kv_heads, "k", 61),
     v_scale = scales_of(c, paged.layout.kv_heads, "v", 62) }
+  if c.listed then
+    a.listed, a.selection_heads, a.max_selected = lists_of(c, paged, starts, tokens)
+  end
   local tree, tree_words
   a.parents, tree, tree_words = tree_of(c, starts)
   if c.forget then forget_blocks(c, paged, starts) end
   if c.poison then poison_values(c, paged) end
   local inputs = { paged = paged, q = q, tokens = tokens, a = a, selection = selection,
-                   tree = tree, tree_words = tree_words }
-  if c.slots then
+                   tree = tree, tree_words = tree_words, listed = a.listed }
+  if c.slots and c.listed then
+    inputs.slots, a.listed = slots_of_lists(c, a, starts, tokens)
+  elseif c.slots then
     inputs.slots, inputs.memory, inputs.blocks, a.selection = place_in_slots(c, a)
   end
   if c.prev then inputs.prev_out, inputs.prev_lse = previous(tokens, heads, dim) end
@@ -214,17 +259,22 @@ local function tensors(dev, c, inputs)
   local function optional(dtype, shape, values)
     return values and kv.from(dev, dtype, shape, values)
   end
-  local cache, tables, lens = inputs.paged.on(dev)
-  if c.slots then
-    cache = support.from(dev, c.dtype or "f32", { inputs.blocks, 2, layout.kv_heads,
-      layout.block_size, layout.head_dim }, inputs.memory)
-    tables:fill_(-1)
+  local cache, tables, lens, format = inputs.paged.on(dev)
+  if c.slots and not c.listed then
+    local dims = { inputs.blocks, 2, layout.kv_heads, layout.block_size, layout.head_dim }
+    if format then
+      cache, format = support.int8_pages(support.from(dev, "f32", dims, inputs.memory))
+    else
+      cache = support.from(dev, c.dtype or "f32", dims, inputs.memory)
+    end
   end
+  if c.slots then tables:fill_(-1) end
   return { q = inputs.q:to(dev), cache = cache, tables = tables, lens = lens,
     starts = optional("i32", { #c.lens + 1 }, a.starts),
     alibi = optional("f32", { a.heads }, a.alibi),
-    format = support.format_of(cache, optional("f32", { layout.kv_heads }, a.k_scale),
-      optional("f32", { layout.kv_heads }, a.v_scale)),
+    format = format or support.format_of(cache,
+      optional("f32", { layout.kv_heads }, a.k_scale), optional("f32", { layout.kv_heads
+      }, a.v_scale)),
     prev_out = optional("f32", { inputs.tokens, a.heads, layout.head_dim },
       inputs.prev_out),
     tree = optional("u64", { inputs.tokens, inputs.tree_words }, inputs.tree),
@@ -261,11 +311,13 @@ end
 function M.run(dev, c)
   local inputs = M.inputs(c)
   local a, t = inputs.a, tensors(dev, c, inputs)
-  local list_shape = { #c.lens, a.selection_heads, a.max_selected }
+  local list_shape = { c.listed and inputs.tokens or #c.lens, a.selection_heads,
+    a.max_selected }
   local shape = { inputs.tokens, a.heads, a.layout.head_dim }
   local parts = deal(c, inputs)
   for i, part in ipairs(parts) do
     t.selection = part.selection and kv.from(dev, "i32", list_shape, part.selection)
+    t.listed = part.listed and kv.from(dev, "i32", list_shape, part.listed)
     t.slots = part.slots and kv.from(dev, "i32", list_shape, part.slots)
     t.out = i < #parts and (t.prev_out or support.poisoned(dev, "f32", shape))
       or support.poisoned(dev, c.out or inputs.q:type(), shape)

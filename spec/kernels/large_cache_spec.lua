@@ -254,15 +254,16 @@ ops["paged_attention over blocks of 12"] = function(world)
   return table.concat(out)
 end
 
-function ops.token_attention(world)
+function ops.listed_attention(world)
   local out = {}
   for i, dtype in ipairs { "bf16", "f8e4m3" } do
     local cache, rows = pages(world, dtype)
-    local list = token_places(rows, 64, BLOCK)
-    for j = 1, 64 do list[64 + j] = list[65 - j] end
-    out[i] = text_of(kv.ops.token_attention { cache = cache,
-      q = randn(world, "bf16", { 2, HEADS, DIM }, 5), places = i32(world, { 2, 64 },
-        list) })
+    local list = {}
+    for j = 1, 128 do list[j] = j * 7 % LENS[j > 64 and 2 or 1] end
+    out[i] = text_of(kv.ops.paged_attention { cache = cache,
+      tables = tables_of(world, rows), lens = lens_of(world),
+      q = randn(world, "bf16", { 2, HEADS, DIM }, 5),
+      listed = i32(world, { 2, 1, 64 }, list) })
   end
   return table.concat(out)
 end

@@ -7,7 +7,7 @@ local support = require "spec.support"
 local attention = require "spec.kernels.attention_cases"
 
 local inputs_of, expected, run = attention.inputs, attention.expected, attention.run
-local ulp = { f32 = 0, f16 = 2^-11, bf16 = 2^-8, f8e4m3 = 2^-8 }
+local ulp = { f32 = 0, f16 = 2^-11, bf16 = 2^-8, f8e4m3 = 2^-8, int8 = 2^-8 }
 
 local function check_cpu(dev, cases)
   for i, c in ipairs(support.sample(cases)) do
@@ -333,10 +333,11 @@ local function mixtures(n)
     local c = { seed = i, lens = {}, group = group, kv_heads = group < 32 and 2 or 1,
       head_dim = one_of(64, 80, 96, 128, 192, 256),
       block_size = one_of(5, 8, 16, 32, 64, 256),
-      dtype = one_of("f32", "f16", "bf16", "f8e4m3", "f8e4m3"),
+      dtype = one_of("f32", "f16", "bf16", "f8e4m3", "int8"),
       window = one_of(nil, nil, 1, 3, 20, 100, 1000),
       soft_cap = one_of(nil, nil, 0.7, 30),
       select = one_of(nil, nil, "shared", "heads"),
+      listed = one_of(nil, nil, nil, "shared", "heads"), count = one_of(3, 60, 200),
       alibi = one_of(nil, true), prev = one_of(nil, true),
       causal = one_of(nil, nil, nil, false) }
     local rows = one_of(nil, {})
@@ -345,8 +346,11 @@ local function mixtures(n)
       if rows then rows[s] = math.min(c.lens[s], one_of(0, 1, 2, 9, 33)) end
     end
     c.rows = rows
-    if c.select then c.slots = one_of(nil, "all", "gaps") end
-    if c.dtype == "f8e4m3" then
+    if c.listed then c.select = nil end
+    if c.select or c.listed then c.slots = one_of(nil, "all", "gaps") end
+    if c.dtype == "int8" then
+      c.block_size, c.q = math.ceil(c.block_size / 8) * 8, one_of("f32", "f16", "bf16")
+    elseif c.dtype == "f8e4m3" then
       c.q, c.scales = one_of("f32", "f16", "bf16"), one_of("none", "k", "v", "both")
     end
     list[i] = c
@@ -354,6 +358,39 @@ local function mixtures(n)
   return list
 end
 topic("takes all of it together", mixtures(80))
+
+-- The grid of docs/architecture.md, "Sources of keys".
+local SOURCES = {
+  ["a table"] = {}, ["a selection"] = { select = "shared" },
+  ["a selection by heads"] = { select = "heads" },
+  ["slots"] = { select = "heads", slots = "gaps" }, ["a list"] = { listed = "shared" },
+  ["a list by heads"] = { listed = "heads" },
+  ["a list in slots"] = { listed = "heads", slots = "gaps" },
+}
+local WITH = {
+  {}, { window = 20 }, { alibi = true }, { soft_cap = 2 }, { prev = true },
+  { causal = false }, { tree = true, rows = { 9, 33, 1 } }, { poison = { 1, 5 } },
+  { window = 40, alibi = true, soft_cap = 9, prev = true, rows = { 30, 2, 1 } },
+}
+for _, name in ipairs(support.names(SOURCES)) do
+  local grid = {}
+  for i, dtype in ipairs { "f32", "f16", "bf16", "f8e4m3", "int8" } do
+    for j, fields in ipairs(WITH) do
+      for _, rows in ipairs { false, { 20, 3, 1 } } do
+        local c = { lens = { 130, 40, 9 }, rows = rows or nil, block_size = 8,
+          kv_heads = 2, group = ({ 1, 4, 20 })[(i + j) % 3 + 1], dtype = dtype,
+          head_dim = ({ 32, 64, 128 })[j % 3 + 1], count = 60, seed = 10 * i + j,
+          scales = dtype == "f8e4m3" and "both" or nil }
+        for _, from in ipairs { SOURCES[name], fields } do
+          for key, value in pairs(from) do c[key] = value end
+        end
+        if rows or not fields.rows then grid[#grid + 1] = c end
+      end
+    end
+  end
+  topic("reads every format with all that there is, through " .. name, grid)
+end
+for _, t in ipairs(require "spec.kernels.listed_cases") do topic(t.name, t.cases) end
 
 describe("paged attention", function()
   for _, t in ipairs(topics) do

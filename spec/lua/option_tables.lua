@@ -43,13 +43,6 @@ M["kv.ops.paged_attention"] = {
   end,
   call = function(a) kv.ops.paged_attention(a) end,
 }
-M["kv.ops.token_attention"] = {
-  good = function()
-    return { q = zeros(1, 2, 8), cache = zeros(2, 2, 1, 4, 8), places = ints(1, 3),
-             scale = 1 }
-  end,
-  call = function(a) kv.ops.token_attention(a) end,
-}
 M["kv.format"] = {
   good = function()
     return { codec = "f8e4m3", kv_heads = 2, block_size = 4, head_dim = 16,

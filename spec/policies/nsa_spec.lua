@@ -32,12 +32,9 @@ end
 
 --- The tokens that a policy by tokens listed at the last step of `small`'s sequence.
 local function listed(run)
-  local tokens, of = {}, {}
-  for b, block in ipairs(run.seq:table()) do
-    for t = 0, 3 do of[block * 4 + t] = (b - 1) * 4 + t end
-  end
-  for _, place in ipairs(run.policy.landmarks.places:list()) do
-    if place >= 0 then tokens[#tokens + 1] = of[place] end
+  local tokens = {}
+  for _, token in ipairs(run.policy.landmarks.listed:list()) do
+    if token >= 0 then tokens[#tokens + 1] = token end
   end
   table.sort(tokens)
   return tokens
@@ -129,14 +126,16 @@ describe("nsa by tokens", function()
       end
       -- f8e4m3 of q and k is off by up to 2^-4 each
       assert.is_true(worst > 0.8 * best, ("%g, %g"):format(worst, best))
-      local places, layout = run.policy.landmarks.places:list(), small.SHAPE
+      local list, layout = run.policy.landmarks.listed:list(), small.SHAPE
       local q, cache = {}, run.cache:layer(0):list()
       for _, head in ipairs(run.q[62]) do
         for _, x in ipairs(head) do q[#q + 1] = x end
       end
-      support.close(run.out, (reference.token_attention { q = q, cache = cache, rows = 1,
-        places = places, heads = 4, k = #places, place_heads = 1,
-        scale = 1 / math.sqrt(8),
+      local blocks = run.seq:table()
+      support.close(run.out, (reference.paged_attention { q = q, cache = cache,
+        tables = blocks, max_blocks = #blocks, lens = { run.seq:length() }, listed = list,
+        heads = 4, max_selected = #list, selection_heads = 1, scale = 1 / math.sqrt(8),
+        causal = true,
         layout = { blocks = 32, kv_heads = 2, block_size = 4, head_dim = layout.head_dim }
       }), 1e-5)
     end

@@ -39,22 +39,28 @@ end
 local function keys_seen(a, seq, kv_head, position, token0, first, at0)
   local at, positions = {}, {}
   local len, size = a.lens[seq + 1], a.layout.block_size
+  local function see(p)
+    local in_window = not a.window or p > position - a.window
+    local block = p >= 0 and p < len and a.tables[seq * a.max_blocks
+      + math.floor(p / size) + 1]
+    if block and (not a.causal or p <= position) and in_window
+       and tree_shows(a, token0, first, at0, p) then
+      at[#at + 1] = cache_at(a.layout, block, 0, kv_head, p % size)
+      positions[#positions + 1] = p
+    end
+  end
+  if a.listed then
+    local list = token0 * a.selection_heads + (a.selection_heads > 1 and kv_head or 0)
+    for i = 1, a.max_selected do see(a.listed[list * a.max_selected + i]) end
+    return at, positions
+  end
   local list_heads = a.selection and a.selection_heads or 1
   local row = seq * list_heads + (list_heads > 1 and kv_head or 0)
   local list = row * (a.max_selected or 0)
   for i = 0, (a.selection and a.max_selected or blocks_of(len, a.layout)) - 1 do
     local logical = a.selection and a.selection[list + i + 1] or i
     if logical >= 0 then
-      local block = a.tables[seq * a.max_blocks + logical + 1]
-      for token = 0, size - 1 do
-        local p = logical * size + token
-        local in_window = not a.window or p > position - a.window
-        if p < len and (not a.causal or p <= position) and in_window
-           and tree_shows(a, token0, first, at0, p) then
-          at[#at + 1] = cache_at(a.layout, block, 0, kv_head, token)
-          positions[#positions + 1] = p
-        end
-      end
+      for token = 0, size - 1 do see(logical * size + token) end
     end
   end
   return at, positions
@@ -87,8 +93,9 @@ local function attend(a, q_at, kv_head, at, positions, position, slope, out, out
 end
 
 --- a: layout, q, cache, tables, lens, max_blocks, heads, scale, causal, and optionally
--- starts, selection with selection_heads and max_selected, alibi, window, soft_cap,
--- parents (for each row, the row that its token follows in a draft tree, or -1), k_scale
+-- starts, selection or listed with selection_heads and max_selected, alibi, window,
+-- soft_cap, parents (for each row, the row that its token follows in a draft tree, or
+-- -1), k_scale
 -- and v_scale (lists by KV head). Returns out, lse.
 function M.paged_attention(a)
   local out, lse, dim = {}, {}, a.layout.head_dim
@@ -107,28 +114,6 @@ function M.paged_attention(a)
           a.alibi and a.alibi[head + 1] or 0, out, row * dim)
       end
     end
-  end
-  return out, lse
-end
-
---- Attention over lists of tokens. a: layout, q, cache, rows, heads, k, places [rows,
--- place_heads, k], place_heads, scale, k_scale and v_scale or nil. Returns out, lse.
-function M.token_attention(a)
-  local out, lse, layout = {}, {}, a.layout
-  local dim, group = layout.head_dim, a.heads / layout.kv_heads
-  for row = 0, a.rows * a.heads - 1 do
-    local kv_head = math.floor(row % a.heads / group)
-    local list = math.floor(row / a.heads) * a.place_heads
-      + (a.place_heads > 1 and kv_head or 0)
-    local at = {}
-    for i = 1, a.k do
-      local place = a.places[list * a.k + i]
-      if place >= 0 and place < layout.blocks * layout.block_size then
-        at[#at + 1] = cache_at(layout, math.floor(place / layout.block_size), 0, kv_head,
-          place % layout.block_size)
-      end
-    end
-    lse[row + 1] = attend(a, row * dim, kv_head, at, at, 0, 0, out, row * dim)
   end
   return out, lse
 end

@@ -61,8 +61,8 @@ struct key_tile {
 struct key_walk {
   const char *cache; /* K of this KV head in block 0 */
   const int32_t *table, *selection;
-  const int32_t *slots;  /* blocks, one per entry of selection; NULL: as in table */
-  const int32_t *tokens; /* places of single tokens; NULL: walk over blocks */
+  const int32_t *listed; /* tokens, instead of blocks */
+  const int32_t *slots;  /* blocks, one per entry of selection or listed; NULL: as in table */
   int64_t blocks, bytes_block, bytes_token, value;
   int64_t scales, bytes_scales; /* from a strip to its scales; of a token, or 0 */
   int64_t entry, entry_end;     /* index into the selection, or logical block */
@@ -92,23 +92,26 @@ static inline int walk_block(struct key_walk *w) {
   return w->left > 0;
 }
 
-/* Takes the next tokens of a list. Such tokens have no positions. */
-static inline void walk_tokens(struct key_walk *w, struct key_tile *tile) {
+/* Takes the next tokens of a list, without those that no row may see. */
+static inline void walk_listed(struct key_walk *w, struct key_tile *tile) {
   int n = 0;
   for (; n < TILE_KEYS && w->entry < w->entry_end; w->entry++) {
-    int64_t place = w->tokens[w->entry], block = place / w->block_size;
-    if (place < 0 || block >= w->blocks) continue;
+    const int64_t index = w->listed[w->entry];
+    if (index < w->start || index >= w->end) continue;
+    const int64_t block = w->slots ? w->slots[w->entry] : w->table[index / w->block_size];
+    if (block < 0 || block >= w->blocks) continue;
+    const int64_t token = index % w->block_size;
     const char *strip = w->cache + block * w->bytes_block;
-    tile->k[n] = strip + place % w->block_size * w->bytes_token;
-    tile->scales[n] = strip + w->scales + place % w->block_size * w->bytes_scales;
-    tile->position[n++] = 0;
+    tile->k[n] = strip + token * w->bytes_token;
+    tile->scales[n] = strip + w->scales + token * w->bytes_scales;
+    tile->position[n++] = (int32_t)index;
   }
   tile->n = n;
 }
 
 static inline void walk_tile(struct key_walk *w, struct key_tile *tile) {
-  if (w->tokens) {
-    walk_tokens(w, tile);
+  if (w->listed) {
+    walk_listed(w, tile);
     return;
   }
   int n = 0;
@@ -159,7 +162,7 @@ static inline struct key_walk walk_open(const struct task *t, int64_t begin, int
   if (a->causal && t->position[t->rows - 1] + 1 < seen) seen = t->position[t->rows - 1] + 1;
   int64_t list = a->max_selected * list_row(t, a->selection_heads);
   int64_t slots = a->max_selected * list_row(t, a->slot_heads);
-  int64_t entries = a->selection ? a->max_selected : a->max_blocks;
+  int64_t entries = a->selection || a->listed ? a->max_selected : a->max_blocks;
   return (struct key_walk){
       .cache = (const char *)c->memory + key,
       .table = a->tables + t->seq * a->max_blocks,
@@ -201,9 +204,11 @@ static inline int tree_hides(const struct task *t, int r, int32_t position) {
   return !(seen[back / 64] >> (back % 64) & 1);
 }
 
-/* Is part of the tile hidden from a row that sees positions [first, own]? They ascend. */
+/* May part of the tile be hidden from a row that sees positions [first, own]? Positions
+ * ascend, except in a list, which has only those that its token sees, but for a tree. */
 static inline int hides_keys(const struct task *t, const struct key_tile *tile, int n,
                              int32_t first, int32_t own) {
+  if (t->args->listed) return t->args->tree != NULL;
   return (t->args->causal && tile->position[n - 1] > own) || tile->position[0] < first ||
          tile->position[n - 1] >= tree_begin(t);
 }

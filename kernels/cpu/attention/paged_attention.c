@@ -4,8 +4,10 @@
  *  cache      f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *  tables     i32           [seqs, max_blocks]
  *  selection  i32           [seqs, kv_heads or 1, max_selected]
+ *  listed     i32           [tokens, kv_heads or 1, max_selected]: tokens, instead of a
+ *                           selection (attention_listed.h)
  *  slots      i32           [seqs, kv_heads or 1, max_selected]: the blocks of the selection,
- *                           instead of those in tables
+ *                           instead of those in tables; [tokens, ...] with a list
  *  tree       u64           [tokens, words]: which of the newest 64 * words keys a row sees
  *  prev_out   f32           [tokens, heads, head_dim]   joined to the result
  *  prev_lse   f32           [tokens, heads]
@@ -94,7 +96,7 @@ static struct plan plan_make(const struct kvl_paged_attention_args *a) {
 size_t KVL_CPU_WORKSPACE(paged_attention)(const void *args) {
   const struct kvl_paged_attention_args *a = args;
   struct plan plan = plan_make(a);
-  if (plan.segments == 1) return 0;
+  if (plan.segments == 1 || a->listed) return 0;
   return (size_t)(a->tokens * a->heads * plan.segments) * (a->cache.value.dim + 2) *
          sizeof(float);
 }
@@ -167,10 +169,24 @@ static void row_write(const struct kvl_paged_attention_args *a, int64_t row,
   if (a->lse) a->lse[row] = sum == 0 ? -INFINITY : top + logf(sum);
 }
 
+/* Sets what the first `rows` rows of a task see. `first` is the position of the sequence's
+ * first query row. Rows past the last one repeat it. */
+static void set_rows(struct task *t, int32_t first, int rows) {
+  const struct kvl_paged_attention_args *a = t->args;
+  for (int i = 0; i < rows; i++) {
+    int r = i < t->rows ? i : t->rows - 1;
+    t->position[i] = first + (int32_t)((t->row + r) / t->group);
+    t->first[i] = a->window > 0 ? (int32_t)i64_max(0, t->position[i] + 1LL - a->window) : 0;
+    t->slope[i] = a->alibi ? a->alibi[task_head(t, r)] : 0;
+  }
+}
+
 static void attend(const struct task *t, struct key_walk walk, struct sums *sums) {
   if (t->rows > FEW_ROWS) attend_many(t, walk, sums);
   else KVL_CPU_NAME(attend_few)(t, walk, sums);
 }
+
+#include "cpu/attention/attention_listed.h"
 
 /* Attends from one tile of a sequence's rows to segment `segment` of its block list. The rows
  * are pairs (query row, head of the group), TASK_ROWS in a tile; tiles are counted from the
@@ -192,12 +208,7 @@ static void task_run(const struct kvl_hooked_attention_args *hooked, struct plan
                    .group = (int)group,
                    .len = sequence_len(a, seq)};
   t.rows = all - t.row < TASK_ROWS ? (int)(all - t.row) : TASK_ROWS;
-  for (int i = 0; i < TASK_ROWS; i++) { /* lanes past the last row repeat it */
-    int r = i < t.rows ? i : t.rows - 1;
-    t.position[i] = (int32_t)(t.len - rows + (t.row + r) / group);
-    t.first[i] = a->window > 0 ? (int32_t)i64_max(0, t.position[i] + 1LL - a->window) : 0;
-    t.slope[i] = a->alibi ? a->alibi[task_head(&t, r)] : 0;
-  }
+  set_rows(&t, (int32_t)(t.len - rows), TASK_ROWS);
   struct sums sums;
   int64_t begin = segment * plan.entries;
   if (walks_window(a)) begin += t.first[0] / a->cache.block_size;
@@ -245,6 +256,7 @@ KVL_CPU_KERNEL(paged_attention) {
   const struct kvl_hooked_attention_args *hooked = args;
   const struct kvl_paged_attention_args *a = &hooked->base;
   if (a->tokens == 0 || a->seqs == 0) return 0;
+  if (a->listed) return run_listed(hooked);
   struct plan plan = plan_make(a);
   int64_t kv_heads = a->cache.kv_heads, group = a->heads / kv_heads, longest = 0, first;
   for (int64_t s = 0; s < a->seqs; s++) {

@@ -36,6 +36,7 @@ struct hook_kernel {
   char name[64];
   int grid_x, grid_y, threads, bytes_shared;
   bool programmatic;
+  int cluster; /* thread blocks along x; 0 and 1: none */
 };
 
 inline int hook_failed(CUresult error, const char *what) {
@@ -60,9 +61,11 @@ inline int launch_hooked(const kvl_hooked_attention_args &h, const hook_kernel &
   hook.scores = h.scores;
   hook.room = a.max_blocks * a.cache.block_size;
   for (int i = 0; i < KVL_HOOK_ARGUMENTS_MAX / 8; i++) hook.arguments[i] = h.arguments[i];
-  CUlaunchAttribute attribute = {};
-  attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-  attribute.value.programmaticStreamSerializationAllowed = 1;
+  CUlaunchAttribute attributes[2] = {};
+  attributes[0].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  attributes[0].value.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+  attributes[1].value.clusterDim = {(unsigned)k.cluster, 1, 1};
   CUlaunchConfig config = {};
   config.gridDimX = k.grid_x;
   config.gridDimY = k.grid_y;
@@ -71,8 +74,8 @@ inline int launch_hooked(const kvl_hooked_attention_args &h, const hook_kernel &
   config.blockDimY = config.blockDimZ = 1;
   config.sharedMemBytes = k.bytes_shared;
   config.hStream = q->stream;
-  config.attrs = &attribute;
-  config.numAttrs = k.programmatic && is_hopper(q) ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = !k.programmatic || !is_hopper(q) ? 0 : k.cluster > 1 ? 2 : 1;
   void *params[] = {(void *)param0, (void *)param1, param2 ? (void *)param2 : &hook, &hook};
   error = f.launch(&config, (CUfunction)kernel, params, nullptr);
   return error == CUDA_SUCCESS ? KVL_OK : hook_failed(error, "launch");

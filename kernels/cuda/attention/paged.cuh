@@ -148,6 +148,36 @@ __device__ __forceinline__ bool tree_shows(const kvl_paged_attention_args &a, in
   return a.tree[token * a.tree_words + back / 64] >> (back % 64) & 1;
 }
 
+/* Which keys of its sequence a row of q sees: positions low ... limit, but for a draft tree. */
+struct query_sight {
+  int64_t token, seq; /* seq -1: no sequence has the row */
+  int length, at, low, limit;
+
+  __device__ query_sight(const kvl_paged_attention_args &a, int64_t token_)
+      : token(token_), seq(token_) {
+    int after = 0; /* new tokens behind this one */
+    if (a.starts) {
+      int64_t begin = 0, end = a.seqs + 1; /* how many starts are not behind the token? */
+      while (begin < end) {
+        const int64_t middle = (begin + end) / 2;
+        if (a.starts[middle] <= token) begin = middle + 1;
+        else end = middle;
+      }
+      seq = begin <= a.seqs ? begin - 1 : -1;
+      if (seq < 0) return;
+      after = a.starts[begin] - (int)token - 1;
+    }
+    length = a.lens[seq];
+    at = length - 1 - after;
+    low = window_begin(a, at);
+    limit = a.causal ? at : length - 1;
+  }
+  __device__ bool sees(const kvl_paged_attention_args &a, int position) const {
+    if (position < low || position > limit) return false;
+    return position < tree_begin(a, length) || tree_shows(a, token, length, position);
+  }
+};
+
 /* ---- query tiles ----------------------------------------------------------------------- */
 
 /* The tile of query tokens that block `index` of the grid takes. The tiles of sequence s have

@@ -8,7 +8,10 @@
  *   lens       i32           [seqs]
  *   starts     i32           [seqs + 1]                 NULL: decode
  *   selection  i32           [seqs, kv_heads or 1, max_selected]  optional
- *   slots      i32           [seqs, kv_heads or 1, max_selected]  optional, replaces tables
+ *   listed     i32           [tokens, kv_heads or 1, max_selected]  optional: tokens, instead
+ *                            of a selection (instances/listed.cu)
+ *   slots      i32           [seqs, kv_heads or 1, max_selected]  optional, replaces tables;
+ *                            [tokens, ...] with a list
  *   alibi      f32           [heads]                    optional
  *   prev_out   f32           [tokens, heads, head_dim]  optional; out may be prev_out
  *   prev_lse   f32           [tokens, heads]            optional
@@ -45,6 +48,7 @@
  * read on the device, so a captured launch serves later steps. */
 #include "args/attention.h"
 #include "cuda/attention/hook_launch.cuh"
+#include "cuda/attention/listed_launch.cuh"
 #include "cuda/attention/paged_combine.cuh"
 #include "cuda/attention/paged_decode.cuh"
 #include "cuda/attention/paged_f32.cuh"
@@ -318,7 +322,8 @@ template <class T> int launch_16bit_decode(const hooked &h, const kvl_cuda_queue
 
 template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
-  const int status = a.starts || wgmma_takes(a, q->device, h.hook)
+  const int status = a.listed ? launch_listed(h, q)
+                     : a.starts || wgmma_takes(a, q->device, h.hook)
                          ? launch_16bit_prefill<T>(h, q)
                          : launch_16bit_decode<T>(h, q);
   return status < 0 || !h.hook ? status : launch_hooked_mend<T>(h, q);
@@ -333,7 +338,9 @@ int launch(const hooked &h, const kvl_cuda_queue *q) {
   if (!aligned16(a.q, a.cache.memory, a.prev_out, a.out))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
   int status = KVL_ERR_UNSUPPORTED;
-  if (!a.starts && kvl__packs(a.cache.codec)) status = launch_f32_dim<int8>(h, q);
+  if (a.listed && (a.dtype == KVL_DTYPE_F32 || kvl__packs(a.cache.codec)))
+    status = launch_listed(h, q);
+  else if (!a.starts && kvl__packs(a.cache.codec)) status = launch_f32_dim<int8>(h, q);
   else if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(h, q);
   else if (a.dtype == KVL_DTYPE_F16) status = launch_16bit<__half>(h, q);
   else { KVL_CUDA_BY_CODEC(a.cache.codec, C, status = launch_f32_dim<C>(h, q);) }
@@ -359,6 +366,7 @@ KVL_CUDA_WORKSPACE(paged_attention) {
   const kvl_hooked_attention_args &h = *(const kvl_hooked_attention_args *)args;
   const kvl_paged_attention_args &a = h.base;
   if (a.tokens == 0 || a.seqs == 0 || a.heads == 0) return 0;
+  if (a.listed) return h.hook ? kvl::note_bytes(a) : 0;
   int device = 0;
   cudaGetDevice(&device);
   if (kvl::wgmma_takes(a, device, h.hook))

@@ -15,8 +15,7 @@
 #define KVL_CUDA_PAGED_MEND_CUH
 
 #include "args/attention.h"
-#include "cuda/attention/hook.cuh"
-#include "cuda/attention/paged_output.cuh"
+#include "cuda/attention/listed.cuh"
 
 namespace kvl {
 
@@ -24,45 +23,26 @@ constexpr int MEND_WARPS = 8, MEND_NOTES = 16;
 /* A tile of a prefill has at most 192 tokens, and begins and ends within a tile of 128 keys. */
 constexpr int MEND_REACH = 192 + 128;
 
-/* A row of [tokens, heads] and what it sees: positions low ... limit. */
-struct mend_row {
-  int64_t row, token, seq; /* seq -1: no sequence has it */
-  int head, kv_head, length, at, low, limit;
-
+/* A row of [tokens, heads] and what it sees. */
+struct mend_row : query_sight {
+  int64_t row;
+  int head, kv_head;
   __device__ mend_row(const kvl_paged_attention_args &a, int64_t row_)
-      : row(row_), token(row_ / a.heads), seq(row_ / a.heads) {
-    head = (int)(row - token * a.heads);
-    kv_head = head / (int)(a.heads / a.cache.kv_heads);
-    int after = 0; /* new tokens behind this one */
-    if (a.starts) {
-      int64_t begin = 0, end = a.seqs + 1; /* how many starts are not behind the token? */
-      while (begin < end) {
-        const int64_t middle = (begin + end) / 2;
-        if (a.starts[middle] <= token) begin = middle + 1;
-        else end = middle;
-      }
-      seq = begin <= a.seqs ? begin - 1 : -1;
-      if (seq < 0) return;
-      after = a.starts[begin] - (int)token - 1;
-    }
-    length = a.lens[seq];
-    at = length - 1 - after;
-    low = window_begin(a, at);
-    limit = a.causal ? at : length - 1;
-  }
-  __device__ bool sees(const kvl_paged_attention_args &a, int position) const {
-    if (position < low || position > limit) return false;
-    return position < tree_begin(a, length) || tree_shows(a, token, length, position);
-  }
+      : query_sight(a, row_ / a.heads), row(row_), head((int)(row - token * a.heads)),
+        kv_head(head / (int)(a.heads / a.cache.kv_heads)) {}
 };
 
-/* Calls give(row) for each key of a sequence; a warp's lanes get different ones, and may get
- * some that do not exist (position -1). */
-template <class F> __device__ __forceinline__ void each_key(const paged_keys &keys, F give) {
+/* Calls give(row) for each key of a source, from number `first` on; a warp's lanes get
+ * different ones, and may get some that do not exist (position -1). */
+template <class Keys, class F>
+__device__ __forceinline__ void each_key(const Keys &keys, int first, F give) {
   const int lane = threadIdx.x % WARP;
 #pragma unroll 1
-  for (int first = keys.a.selection ? 0 : keys.begin; first < keys.keys; first += WARP)
+  for (; first < keys.keys; first += WARP)
     give(first + lane < keys.keys ? keys.find(first + lane) : paged_row{0, -1, 0});
+}
+__device__ __forceinline__ int first_key(const paged_keys &keys) {
+  return keys.a.selection ? 0 : keys.begin;
 }
 
 /* N numbers of a key's row of K or, `after` bytes further on, of V. */
@@ -85,7 +65,7 @@ __device__ bool hides_poison(const kvl_paged_attention_args &a, const mend_row &
   const paged_keys near(a, r.seq, r.kv_head, max(r.low - reach, 0),
                         (int)min((int64_t)r.length, (int64_t)r.at + reach));
   bool finite = true;
-  each_key(near, [&](const paged_row &key) {
+  each_key(near, first_key(near), [&](const paged_row &key) {
     if (key.position < 0 || r.sees(a, key.position)) return;
     for (int d = 0; d < a.cache.value.dim; d += 8) {
       float x[8];
@@ -97,19 +77,19 @@ __device__ bool hides_poison(const kvl_paged_attention_args &a, const mend_row &
   return __any_sync(ALL_LANES, !finite);
 }
 
-/* Computes a row again and writes it; a warp calls it. */
-template <class T, class C, class H>
+/* Computes a row again from a source's keys, number `first` and on, and writes it; a warp calls
+ * it. */
+template <class T, class C, class H, class Keys>
 __device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r,
-                            const H &hook) {
+                            const H &hook, const Keys &keys, int first) {
   constexpr int DIMS = 256 / WARP; /* of a lane, at most: dims lane, lane + 32, ... */
   const int lane = threadIdx.x % WARP, head_dim = a.cache.key.dim;
   const T *const q = (const T *)a.q + r.row * head_dim;
-  const paged_keys keys(a, r.seq, r.kv_head, r.low, min(r.limit + 1, r.length));
   const score_rule rule(a);
   const float k_scale = a.cache.k_scale ? a.cache.k_scale[r.kv_head] : 1.f;
   const float slope = a.alibi ? a.alibi[r.head] * LOG2E : 0.f;
   float m = -INFINITY, l = 0.f, sums[DIMS] = {};
-  each_key(keys, [&](const paged_row &key) {
+  each_key(keys, first, [&](const paged_row &key) {
     float s = -INFINITY;
     if (key.position >= 0 && r.sees(a, key.position)) {
       s = 0.f;
@@ -163,6 +143,14 @@ __device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r
   if (a.lse && lane == 0) a.lse[r.row] = end.lse;
 }
 
+/* The same from the blocks of the row's sequence, or of its selection. */
+template <class T, class C, class H>
+__device__ __forceinline__ void compute_row(const kvl_paged_attention_args &a,
+                                            const mend_row &r, const H &hook) {
+  const paged_keys keys(a, r.seq, r.kv_head, r.low, min(r.limit + 1, r.length));
+  compute_row<T, C>(a, r, hook, keys, first_key(keys));
+}
+
 /* notes: u8 [tokens, heads], 16-byte aligned, with room for a multiple of 16. */
 template <class T, class C, class H>
 __device__ __forceinline__ void mend_rows(const kvl_paged_attention_args &a,
@@ -190,6 +178,13 @@ __device__ __forceinline__ void mend_rows(const kvl_paged_attention_args &a,
 #pragma unroll 1
       for (unsigned rest = __shfl_sync(ALL_LANES, found, from); rest; rest &= rest - 1) {
         const mend_row r(a, begin + __ffs(rest) - 1);
+        if constexpr (H::ACTIVE) {
+          if (a.listed && r.seq >= 0) {
+            const plain_divisor by = {(uint32_t)a.cache.block_size};
+            compute_row<T, C>(a, r, hook, listed_keys(a, by, r.token, r.kv_head), 0);
+            continue;
+          }
+        }
         if (r.seq >= 0 && (H::ACTIVE || a.prev_lse || hides_poison<C>(a, r)))
           compute_row<T, C>(a, r, hook);
       }

@@ -267,7 +267,7 @@ local function new_edit(size, sink, recent)
   end
 end
 
---- The selected places of some rows: i32 [rows, k].
+--- The selected tokens of some rows: i32 [rows, k].
 local function select_rows(self, ctx, want, rows)
   local it, size = self.indexer, self.shape.block_size
   if not it or it.topk ~= rows.k then
@@ -280,7 +280,7 @@ local function select_rows(self, ctx, want, rows)
   local q8, weights = self:queries(ctx, rows.query)
   return self.indexer:select_step { q = q8, weights = weights, tables = rows.tables,
     cache = self.cache:layer(ctx.layer), lens = rows.lens, max_len = rows.max_len,
-    to = "places", block_size = size, out = rows.out, edit = self.edit }
+    block_size = size, out = rows.out, edit = self.edit }
 end
 
 --- Selects for one sequence after the other, where each has its own k.
@@ -290,12 +290,12 @@ local function select_each(self, ctx, want, out)
     local count, length = ctx.batch.counts[i], seq:length()
     local k = want.k(length)
     if count > 0 then
-      local places = select_rows(self, ctx, want, { k = k, max_len = length,
+      local tokens = select_rows(self, ctx, want, { k = k, max_len = length,
         query = ctx.query:narrow(first, count), tables = ctx.tables:narrow(i - 1, 1),
         lens = tensor.arange(dev, "i32", count, length - count + 1) })
       local columns = tensor.zeros(dev, "i32", { count, 1 })
         + tensor.arange(dev, "i32", k)
-      out:narrow(first, count):scatter_(columns, places)
+      out:narrow(first, count):scatter_(columns, tokens)
     end
     first = first + count
   end
@@ -327,8 +327,8 @@ local WANT = { k = options.required(options.callable),
                sink = options.required(options.whole),
                recent = options.required(options.whole) }
 
---- The places of the tokens with the best logits for each row of ctx.query: i32
--- [rows, k], padded with -1. The result is valid until the next call.
+--- The tokens with the best logits for each row of ctx.query, by their number in its
+-- sequence: i32 [rows, 1, k], padded with -1. The result is valid until the next call.
 ---@param want table  the same table in every call: k(length), how many tokens to select
 --                    of a sequence; sink, recent: how many blocks' tokens come first
 function Landmarks:select(ctx, want)
@@ -336,13 +336,13 @@ function Landmarks:select(ctx, want)
     self.want = options.check("landmarks.select", want, WANT)
   end
   local k, same = widest(ctx, want)
-  local rows, out = ctx.query:size(0), self.places
+  local rows, out = ctx.query:size(0), self.listed
   count_read(self, ctx)
-  if not out or out:size(0) ~= rows or out:size(1) ~= k then
-    out = tensor.lasting(tensor.tensor, self.shape.device, "i32", { rows, k })
-    self.places = out
+  if not out or out:size(0) ~= rows or out:size(2) ~= k then
+    out = tensor.lasting(tensor.tensor, self.shape.device, "i32", { rows, 1, k })
+    self.listed = out
   end
-  tensor.scope(select, self, ctx, want, out, same)
+  tensor.scope(select, self, ctx, want, out:reshape { rows, k }, same)
   return out
 end
 

@@ -41,10 +41,10 @@ end
 
 local function row_norms(x) return x:mul(x):sum(2):sqrt() end
 
---- The attention calls this after each decoded layer. tokens: places instead of a
+--- The attention calls this after each decoded layer. listed: tokens instead of a
 -- selection, see Attention:over_tokens. out: what the layer hands on. The dense output
 -- has the dtype of `out`, so that rounding alone is no error.
-function Probe:observe(attention, ctx, selection, _, tokens, out)
+function Probe:observe(attention, ctx, selection, _, listed, out)
   if ctx.is_prefill then return end
   local counter = ctx.reads
   ctx.reads = nil -- what is read here is not the policy's
@@ -60,8 +60,7 @@ function Probe:observe(attention, ctx, selection, _, tokens, out)
     self.error = self.error
       + (row_norms(attended:reshape(q:dims()) - dense) / row_norms(dense)):sum():item()
     other = tensor.tensor(shape.device, out:type(), q:dims())
-    if tokens then attention:over_tokens(tokens, ctx, other, lse)
-    else attention:direct(selection, ctx, other, lse) end
+    attention:direct(selection, ctx, other, lse, listed)
     self.mass = self.mass + (lse - dense_lse):exp():sum():item()
     self.rows = self.rows + dims[1] * dims[2]
   end)
@@ -85,7 +84,7 @@ end
 
 arguments.methods(Probe, "a probe", {
   observe = { attention = objects.attention, ctx = objects.layer_context,
-              selection = kinds.tensor_or_nil, tokens = kinds.tensor_or_nil,
+              selection = kinds.tensor_or_nil, listed = kinds.tensor_or_nil,
               out = kinds.tensor },
 })
 

@@ -33,7 +33,7 @@ local M = {}
 ---@field hooks table|nil  attention_begin(ctx), attention_finished(ctx): see each layer
 --                         of each step, next to the policies' hooks
 ---@field probe table|nil  the observer: its observe(attention, ctx, selection, counts,
---                         places, out) is called after each layer
+--                         listed, out) is called after each layer
 ---@field reads kvlab.Reads|nil  counts what decode steps read; a probe sets it
 local Attention = {}
 Attention.__index = Attention
@@ -366,25 +366,29 @@ end
 -- changing anything, and without the policy's bias, mask and log_weight. A probe compares
 -- with it. It is slow through a link, and the KV of a prefill chunk may not have reached
 -- the host tier yet.
-function Attention:direct(selection, ctx, out, lse)
-  return self:attend_slots(ctx, ctx.cache, selection, nil, out, lse)
+---@param listed? kvlab.Tensor  tokens instead of a selection, as for over_tokens
+function Attention:direct(selection, ctx, out, lse, listed)
+  return self:attend_part(ctx, nil, ctx.cache, selection, nil, out, lse, nil, nil, nil,
+    listed)
 end
 
 --- The part of `over` that a reader of a memory tier finds in `memory`, with the hook
 -- that the reader was given. The other arguments are those of attend_slots.
 ---@param hook kvlab.Hook|nil
+---@param listed kvlab.Tensor|nil  tokens, instead of a selection
 function Attention:attend_part(ctx, hook, memory, selection, slots, out, lse, prev,
-                               prev_lse, is_past)
+                               prev_lse, is_past, listed)
   local q, format, one, scores = ctx.query, self.cache.format:of(ctx.layer), nil, nil
-  if hook then one, scores = hook:prepare(ctx) end
+  if hook then one, scores = hook:prepare(ctx, listed ~= nil) end
   if not kernel_hook.is_in_lua(one) then
     return ops.step.attend(ctx, q, memory, format, selection, slots, out, lse, prev,
-      prev_lse, is_past, one, scores)
+      prev_lse, is_past, one, scores, listed)
   end
   return kernel_hook.attend_in_lua({ q = q, cache = memory, tables = ctx.tables,
     lens = ctx.lens, starts = ctx.starts, tree = ctx.tree, selection = selection,
-    slots = slots, format = format, lse = lse, prev_out = prev, prev_lse = prev_lse,
-    scale = ctx.scale, alibi = ctx.alibi, window = ctx.window, soft_cap = ctx.soft_cap,
+    listed = listed, slots = slots, format = format, lse = lse, prev_out = prev,
+    prev_lse = prev_lse, scale = ctx.scale, alibi = ctx.alibi, window = ctx.window,
+    soft_cap = ctx.soft_cap,
     causal = not is_past, hook = one, scores = scores }, out or tensor.open_like(q))
 end
 
@@ -399,22 +403,26 @@ function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, p
     is_past)
 end
 
---- Attention of ctx.query over listed tokens. Each row must be allowed to see all of its
--- tokens. places: i32 [rows, k] or [rows, kv_heads, k], see ops.token_attention. KV must
--- be on the device.
-function Attention:over_tokens(places, ctx, out, lse)
+--- Attention of ctx.query over listed tokens: for each row of q, or for each row and KV
+-- head, tokens of its sequence by their number in it, in any order; -1, and a token that
+-- the row may not see, adds nothing. KV must be on the device, because what crosses a
+-- link are whole blocks.
+---@param listed kvlab.Tensor  i32 [rows, kv_heads or 1, n]
+function Attention:over_tokens(listed, ctx, out, lse)
+  local hook = ctx.policy.hook
   local lacks = not self.cache.tier.is_resident and "KV in host memory"
-    or ctx.policy.hook and "a policy's bias, mask, log_weight and emit"
-    or ctx.is_prefill and self.emitters and "what a policy emits"
-    or ctx.alibi and "ALiBi"
-    or (ctx.window or 0) > 0 and "a window" or ctx.soft_cap and "a soft cap"
+    or ctx.is_prefill and self.emitters and "what a policy emits in a prefill"
   if lacks then
     error(("attention over tokens does not know %s; select blocks"):format(lacks), 2)
   end
-  check.places(ctx, places, self.cache.blocks * self.cache.block_size)
-  if self.probe and ctx.reads then ctx.reads:listed(ctx, places) end
-  return ops.step.token_attention { q = ctx.query, cache = ctx.cache, places = places,
-    out = out, scale = ctx.scale, format = self.cache.format:of(ctx.layer), lse = lse }
+  check.listed(ctx, listed)
+  local counter = self.probe and ctx.reads
+  if counter then counter:listed(ctx, listed) end
+  if not hook or ctx.is_prefill then
+    return self:attend_part(ctx, hook, ctx.cache, nil, nil, out, lse, nil, nil, nil,
+      listed)
+  end
+  return hook:attend_listed(self, ctx, listed, out, lse)
 end
 
 local function new_scratch(self, tokens)
@@ -523,7 +531,8 @@ function Attention:reset()
 end
 
 local some = kinds.tensor_or_nil
-local SELECTED = { selection = some, ctx = objects.layer_context, out = some, lse = some }
+local DIRECT = { selection = some, ctx = objects.layer_context, out = some, lse = some,
+                 listed = some }
 local OF_SEQUENCE = { seq = objects.sequence }
 local A_HOOK = options.optional(options.like("a policy's hook", "prepare", "owner"))
 arguments.methods(Attention, "an attention", {
@@ -531,13 +540,13 @@ arguments.methods(Attention, "an attention", {
   begin = { batch = objects.batch, ends_prompts = options.optional(options.table) },
   forward = { layer = options.whole, q = kinds.tensor, k = kinds.tensor,
               v = kinds.tensor, out = some },
-  over = { ctx = objects.layer_context, out = some, lse = some }, direct = SELECTED,
+  over = { ctx = objects.layer_context, out = some, lse = some }, direct = DIRECT,
   attend_slots = { ctx = objects.layer_context, memory = kinds.tensor, selection = some,
                    slots = some, out = some, lse = some, prev = some, prev_lse = some },
   attend_part = { ctx = objects.layer_context, hook = A_HOOK, memory = kinds.tensor,
                   selection = some, slots = some, out = some, lse = some, prev = some,
-                  prev_lse = some },
-  over_tokens = { places = kinds.tensor, ctx = objects.layer_context, out = some,
+                  prev_lse = some, listed = some },
+  over_tokens = { listed = kinds.tensor, ctx = objects.layer_context, out = some,
                   lse = some },
   scratch = { ctx = objects.layer_context },
   request_begin = OF_SEQUENCE, request_finished = OF_SEQUENCE,

@@ -147,28 +147,37 @@ function M.selection(ctx, selection)
   end
 end
 
-local function refuse_place(ctx, row, i, place, tokens)
-  refuse(ctx, "entry %d of the places of row %d is %d, expected a token's place, "
-    .. "0 ... %d, each once, or -1", i, row, place, tokens - 1)
+local function check_list(ctx, list, row, width, length)
+  local seen = {}
+  for i = 0, width - 1 do
+    local token = list[i]
+    if token < -1 or token >= length or seen[token] then
+      refuse(ctx, "entry %d of list %d is %d, expected a token of its sequence, 0 ... %d"
+        .. ", each once, or -1", i, row, token, length - 1)
+    end
+    seen[token] = token >= 0 or nil
+  end
 end
 
---- With --check, raises unless every row of `places` lists places of tokens in the cache,
--- each once, and -1. The op checks their shape.
+--- Raises unless `listed` is i32 [rows of q, kv_heads or 1, n]; with --check, also unless
+-- every list names tokens of the row's sequence, each once, and -1.
 ---@param ctx kvlab.Context
----@param places kvlab.Tensor  i32 [rows, k] or [rows, kv_heads, k]
----@param tokens integer       that the cache has room for
-function M.places(ctx, places, tokens)
-  if not command_line.check or not access(ctx) or places.count == 0 then return end
-  local list = contents(places, true, ints)
-  local width = tonumber(places.sizes[places.ndim - 1])
-  for row = 0, tonumber(places.count) / width - 1 do
-    local seen = {}
-    for i = 0, width - 1 do
-      local place = list[row * width + i]
-      if place < -1 or place >= tokens or seen[place] then
-        refuse_place(ctx, row, i, place, tokens)
-      end
-      seen[place] = place >= 0 or nil
+function M.listed(ctx, listed)
+  local rows = tonumber(ctx.query.sizes[0])
+  if not ffi.istype("kvl_tensor", listed) or listed.dtype ~= I32 or listed.ndim ~= 3
+    or listed.sizes[0] ~= rows
+    or listed.sizes[1] ~= 1 and listed.sizes[1] ~= ctx.kv_heads then
+    refuse(ctx, "the list of tokens is %s, expected i32 [%d, %d or 1, n]: rows of q, KV "
+      .. "heads, tokens", shown(listed), rows, ctx.kv_heads)
+  end
+  if not command_line.check or not access(ctx) or listed.count == 0 then return end
+  local list = contents(listed, true, ints)
+  local width, row = tonumber(listed.sizes[2]), 0
+  for s, seq in ipairs(ctx.sequences) do
+    local count = ctx.is_prefill and ctx.batch.counts[s] or 1
+    for _ = 1, count * tonumber(listed.sizes[1]) do
+      check_list(ctx, list + row * width, row, width, seq:length())
+      row = row + 1
     end
   end
 end

@@ -63,7 +63,7 @@
 --     compute_decode(self, attention, ctx, out)
 --     compute_prefill(self, attention, ctx, out)
 --                                          replaces the attention; returns out,
---                                          selection, counts, or out, nil, nil, places
+--                                          selection, counts, or out, nil, nil, listed
 --                                          of tokens. Default: attend over the
 --                                          selection
 --     step_begin(self, ctx)                once a step of its phase, before the layers,

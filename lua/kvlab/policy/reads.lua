@@ -132,11 +132,10 @@ function Reads:selected(ctx, selection)
 end
 
 --- Counts the tokens that a list names, as parts of blocks.
----@param places kvlab.Tensor  i32 [rows, k] or [rows, kv_heads, k]
-function Reads:listed(ctx, places)
-  local tokens = 0
-  for _, place in ipairs(places:list()) do tokens = tokens + (place >= 0 and 1 or 0) end
-  local heads = places.ndim == 3 and places:size(1) or 1
+---@param listed kvlab.Tensor  i32 [rows, kv_heads or 1, n]
+function Reads:listed(ctx, listed)
+  local tokens, heads = 0, listed:size(1)
+  for _, token in ipairs(listed:list()) do tokens = tokens + (token >= 0 and 1 or 0) end
   self.blocks_layer = self.blocks_layer
     + tokens / ctx.block_size * self.shape.kv_heads / heads
 end

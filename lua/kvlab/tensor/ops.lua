@@ -167,9 +167,10 @@ local call = ffi.new "kvl_attention"
 -- Attends from q. `of` has what is the same for all parts of a layer's memory: tables,
 -- lens, starts, tree, alibi, window, soft_cap and scale. A context has it.
 function step.attend(of, q, cache, format, selection, slots, out, lse, prev, prev_lse,
-                     is_past, hook, scores)
+                     is_past, hook, scores, listed)
   out = out or tensor.open_like(q)
   call.q, call.cache, call.format, call.selection = q, cache, format, selection
+  call.listed = listed
   call.tables, call.lens, call.starts, call.tree = of.tables, of.lens, of.starts, of.tree
   call.slots, call.alibi, call.out, call.lse = slots, of.alibi, out, lse
   call.prev_out, call.prev_lse, call.causal = prev, prev_lse, is_past and 0 or 1
@@ -186,19 +187,21 @@ end
 
 function step.paged_attention(a)
   return step.attend(a, a.q, a.cache, a.format, a.selection, a.slots, a.out, a.lse,
-    a.prev_out, a.prev_lse, a.causal == false, a.hook, a.scores)
+    a.prev_out, a.prev_lse, a.causal == false, a.hook, a.scores, a.listed)
 end
 
 local PAGED = {
   q = needed, cache = needed, tables = needed, lens = needed, starts = a_tensor,
-  selection = a_tensor, slots = a_tensor, alibi = a_tensor, prev_out = a_tensor,
-  prev_lse = a_tensor, format = FORMAT, lse = a_tensor,
+  selection = a_tensor, listed = a_tensor, slots = a_tensor, alibi = a_tensor,
+  prev_out = a_tensor, prev_lse = a_tensor, format = FORMAT, lse = a_tensor,
   out = a_tensor, scale = options.number, causal = options.boolean,
   window = options.whole, soft_cap = options.not_negative, tree = a_tensor,
 }
 
 --- Attention over paged KV.
----@param a table  q, cache, tables, lens; starts, selection, slots, alibi, prev_out and
+---@param a table  q, cache, tables, lens; starts; selection (of blocks), or listed: i32
+--                 [tokens, kv_heads or 1, n], the tokens that each row of q reads, by
+--                 their number in its sequence, -1: none; slots, alibi, prev_out and
 --                 prev_lse, format (of cache), lse, scale (1 / sqrt(head_dim)), causal
 --                 (true), window (0: none), soft_cap (0: none), tree: u64 [tokens,
 --                 words], which of its sequence's newest 64 * words keys a row sees (bit
@@ -206,24 +209,6 @@ local PAGED = {
 ---@return kvlab.Tensor out  like q unless given
 function M.paged_attention(a)
   return step.paged_attention(options.check("paged_attention", a, PAGED))
-end
-
-function step.token_attention(a)
-  local out = a.out or tensor.open_like(a.q)
-  local scale = a.scale or 1 / math.sqrt(a.q:size(-1))
-  check(C.kvl_token_attention(a.q, a.cache, a.format, a.places, scale, out, a.lse))
-  return out
-end
-
-local TOKENS = { q = needed, cache = needed, places = needed, scale = options.number,
-                 format = FORMAT, lse = a_tensor, out = a_tensor }
-
---- Attention over listed tokens.
----@param a table  q, cache, places i32 [rows, k] or [rows, kv_heads, k]; scale
---                 (1 / sqrt(head_dim)), format (of cache), lse, out
----@return kvlab.Tensor out  like q unless given
-function M.token_attention(a)
-  return step.token_attention(options.check("token_attention", a, TOKENS))
 end
 
 --- Merges two attentions over disjoint keys; the first is replaced by the result.

@@ -81,13 +81,20 @@ local CASES = {
     selects = true },
   { dtype = "int8", group = 2, block_size = 8, head_dim = 128, rows = { 0, 40, 7, 1 },
     window = 30 },
+  -- listed tokens
+  { dtype = "bf16", q_dtype = "bf16", group = 4, block_size = 16, head_dim = 128,
+    listed = true, window = 30 },
+  { dtype = "f32", group = 3, block_size = 5, head_dim = 40, listed = true, alibi = true,
+    rows = { 1, 30, 2, 1 } },
+  { dtype = "f8e4m3", q_dtype = "f16", group = 20, block_size = 8, head_dim = 48,
+    listed = true, scaled = { 2, 0.5 }, soft_cap = 4 },
 }
 
 local function words(o)
   return ("%s queries, %s, group %d, block %d, head_dim %d%s%s%s"):format(
     o.q_dtype or "f32", o.dtype, o.group, o.block_size, o.head_dim,
     o.rows and ", prefill" or "", o.window and ", window" or "",
-    o.selects and ", selection" or "")
+    o.selects and ", selection" or o.listed and ", listed" or "")
 end
 
 -- Every known one meets every kind of shape; its seed is which of CASES.

@@ -60,9 +60,11 @@ local OPS = {
       lens = lens, starts = kv.from(memory.device, "i32", { 3 }, { 0, 20, 27 }),
       q = support.randn(memory.device, rows, { 27, KV_HEADS * GROUP, DIM }, 4) }
   end,
-  token_attention = function(memory, of, rows)
-    return kv.ops.token_attention { cache = memory, format = of,
-      places = kv.from(memory.device, "i32", { 2, 3 }, { 1, 90, 31, -1, 8, 8 }),
+  ["listed tokens"] = function(memory, of, rows)
+    local tables, lens = lists(memory.device)
+    return kv.ops.paged_attention { cache = memory, format = of, tables = tables,
+      lens = lens,
+      listed = kv.from(memory.device, "i32", { 2, 1, 3 }, { 1, 36, 31, -1, 8, 8 }),
       q = support.randn(memory.device, rows, { 2, KV_HEADS * GROUP, DIM }, 4) }
   end,
   read_blocks = function(memory, of)
@@ -187,7 +189,7 @@ describe("a format", function()
 end)
 
 -- What is summed in another order, or in 16 bits, on a GPU; the other ops are exact.
-local CLOSE = { paged_attention = true, ["a prompt"] = true, token_attention = true,
+local CLOSE = { paged_attention = true, ["a prompt"] = true, ["listed tokens"] = true,
                 block_mean = true, score_max_qk = true }
 
 describe("int8 on a GPU #gpu", function()

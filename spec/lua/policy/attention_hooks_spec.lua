@@ -266,14 +266,28 @@ describe("expressions for attention", function()
     assert.matches("which only the attention's own policy can", why, 1, true)
   end)
 
-  it("do not reach attention over listed tokens", function()
-    local p = define { bias = e.logit * 0,
-      compute_decode = function(_, attention, ctx, out)
-        return attention:over_tokens(kv.zeros("cpu", "i32", { ctx.seqs, 1 }), ctx, out)
-      end } {}
-    local ok, why = pcall(rig.decode, kv.device "cpu",
-      { policy = p, lengths = { 20 }, steps = 1 })
-    assert.is_false(ok)
-    assert.matches("attention over tokens does not know a policy's bias", why, 1, true)
+  it("reach attention over listed tokens, and so do a window and a soft cap", function()
+    local masses = {}
+    local function attend(lists)
+      return rig.decode(kv.device "cpu", { lengths = { 70, 33, 1 }, steps = 3,
+        window = 40, soft_cap = 5, policy = define { bias = (e.position -
+        e.query_position) / 8,
+          mask = (e.position % 5):gt(0):bor(e.position:eq(e.query_position)),
+          emit = { mass = e.weight:sum("token", "head") },
+          compute_decode = function(self, attention, ctx, out)
+            if lists then
+              local all = kv.arange(ctx.device, "i32", 80):reshape { 1, 1, 80 }
+              out = attention:over_tokens(
+                kv.zeros(ctx.device, "i32", { ctx.seqs, 1, 1 }) + all, ctx, out)
+            else
+              out = attention:over(nil, ctx, out)
+            end
+            masses[lists] = self.emitted.mass:list()
+            return out
+          end } {} })
+    end
+    local want, got = attend(false), attend(true)
+    for i, step in ipairs(want) do close(got[i].out, step.out, "step " .. i) end
+    support.close(masses[true], masses[false], TOLERANCE)
   end)
 end)

@@ -1,4 +1,4 @@
---- What is checked of a policy's scores, selections and places before they are used.
+--- What is checked of a policy's scores, selections and lists of tokens before their use.
 local kv = require "kvlab"
 local support = require "spec.support"
 
@@ -190,23 +190,30 @@ describe("scores", function()
   end)
 end)
 
-describe("places of tokens", function()
+describe("listed tokens", function()
   it("are refused with --check when one is listed twice or lies outside", function()
     local function listing(...)
       local list = { ... }
       return { compute_decode = function(_, attention, ctx, out)
-        local places = kv.from(cpu, "i32", { 2, 2 }, list)
-        return attention:over_tokens(places, ctx, out), nil, nil, places
+        local listed = kv.from(cpu, "i32", { 2, 1, 2 }, list)
+        return attention:over_tokens(listed, ctx, out), nil, nil, listed
       end }
     end
     kv.command_line.check = true
     local ok, text = pcall(function()
       decode(listing(0, 1, 5, -1))
-      refused("entry 1 of the places of row 1 is 5, expected a token's place, 0 ... 1023"
-        .. ", each once, or -1", listing(0, 1, 5, 5))
-      refused("entry 0 of the places of row 0 is 1024", listing(1024, 1, 5, 6))
+      refused("entry 1 of list 1 is 5, expected a token of its sequence, 0 ... 169, each "
+        .. "once, or -1", listing(0, 1, 5, 5))
+      refused("entry 0 of list 0 is 100", listing(100, 1, 5, 6))
     end)
     kv.command_line.check = nil
     assert.is_true(ok, text)
+  end)
+
+  it("are refused when there is no list for each row", function()
+    refused("the list of tokens is i32 [2, 2], expected i32 [2, 2 or 1, n]: rows of q, "
+      .. "KV heads, tokens", { compute_decode = function(_, attention, ctx, out)
+        return attention:over_tokens(kv.zeros(cpu, "i32", { 2, 2 }), ctx, out)
+      end })
   end)
 end)

@@ -232,8 +232,8 @@ local function specs(dev_name)
     local p = policy.define { name = "listed", prefill = true,
       select_blocks = function() end,
       compute_prefill = function(_, attention, ctx, out)
-        return attention:over_tokens(kv.zeros(dev, "i32", { ctx.query:size(0), 1 }), ctx,
-          out)
+        return attention:over_tokens(kv.zeros(dev, "i32", { ctx.query:size(0), 1, 1 }),
+          ctx, out)
       end } {}
     local ok, why = pcall(play, dev, { prefill_policy = p }, { { "prefill", 1, 20 } })
     assert.is_false(ok)

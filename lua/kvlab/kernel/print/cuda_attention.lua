@@ -76,6 +76,17 @@ extern "C" __global__ void __launch_bounds__(kvl::f32_shape<%s, %d>::WARPS *kvl:
 }
 ]]
 
+-- Over listed tokens.
+local LISTED = [[
+extern "C" __global__ void __launch_bounds__(%s, %s)
+    %s(const __grid_constant__ kvl_paged_attention_args a,
+       const __grid_constant__ kvl::listed_plan plan,
+       const __grid_constant__ policy_hook hook) {
+  kvl::%s(a, plan, hook);
+}
+]]
+local LISTED_SHAPE = "using shape = kvl::%s;\n"
+
 local CPP = printer.CPP
 local SHORT = { f32 = "f32", f16 = "f16", bf16 = "bf16", f8e4m3 = "f8",
                 int8 = "int8" }
@@ -88,12 +99,34 @@ local function size_for(n, ...)
   end
 end
 
+--- The same over listed tokens. The rules are those of instances/listed.cu.
+local function listed_kernel(dim, group, q, kv, last, mend)
+  local size = size_for(dim, 64, 128, 256)
+  if q == "f32" or pages.CODECS[kv].packs then
+    local rows = group > 4 and 8 or 4
+    return "listed_f32", LISTED_SHAPE:format(("f32_shape<%s, %d>"):format(CPP[kv], size))
+      .. LISTED:format("shape::WARPS *kvl::WARP", "2",
+        ("f32_listed_%s_%d_%d"):format(SHORT[kv], size, rows),
+        ("f32_listed<%s, %d, %d>"):format(CPP[kv], size, rows))
+  end
+  local warps = group <= 16 and 1 or group <= 32 and 2 or 4
+  return "listed_mma",
+    LISTED_SHAPE:format(("listed_shape<%d, %d, %s>"):format(size, warps,
+      tostring(kv == "f8e4m3")))
+    .. LISTED:format("shape::THREADS", "shape::BLOCKS",
+      ("listed_%s_%d_%d%s"):format(SHORT[q], size, warps, last),
+      ("listed<%s, %s, %d, %d>"):format(CPP[q], CPP[kv], size, warps)) .. mend
+end
+
 --- The header of the attention kernel of a shape, and the kernel with the hook. The rules
 -- are those of launch_16bit and launch_f32_dim in paged_attention.cu, and of wgmma_takes
 -- in wgmma_launch.cuh (kernels/cuda/attention).
 local function attention_kernel(plan, target)
   local dim, group, q, kv = plan.sizes.dim, plan.sizes.head, plan.q_dtype, plan.codec
-  local is_packed = pages.CODECS[kv].packs
+  local is_packed, is_f8 = pages.CODECS[kv].packs, kv == "f8e4m3"
+  local last = is_f8 and "_f8" or is_packed and "_int8" or ""
+  local mend = MEND:format(SHORT[q], last, CPP[q], CPP[kv])
+  if plan.is_listed then return listed_kernel(dim, group, q, kv, last, mend) end
   if q == "f32" or is_packed and not plan.is_prefill then
     local rows = (plan.is_prefill or group > 4) and 8 or group > 1 and 4 or 1
     local size = size_for(dim, 64, 128, 256)
@@ -103,9 +136,6 @@ local function attention_kernel(plan, target)
       plan.is_prefill and "int subgroups" or "kvl::split_place place", phase, CPP[kv],
       size, rows, second)
   end
-  local is_f8 = kv == "f8e4m3"
-  local last = is_f8 and "_f8" or is_packed and "_int8" or ""
-  local mend = MEND:format(SHORT[q], last, CPP[q], CPP[kv])
   if plan.is_prefill and target == "sm_90a" and WGMMA_DIMS[dim] and not is_packed then
     return "paged_wgmma", WGMMA:format(dim, tostring(is_f8), SHORT[q], dim, last,
       CPP[q]) .. mend

@@ -65,16 +65,17 @@ end
 -- Bytes of a hook's arguments, see kernels/hook.h.
 local ARGUMENTS_MAX = 192
 
---- The hook's code for a dtype of queries and a phase. On the CPU all have the same. nil:
--- nothing is changed and no scores are kept.
-local function code_for(self, dtype, is_prefill)
+--- The hook's code for a dtype of queries, a phase and a source of keys: blocks, or
+-- listed tokens. On the CPU all have the same. nil: nothing is changed and no scores are
+-- kept.
+local function code_for(self, dtype, is_prefill, is_listed)
   if is_prefill and not self.changes then return nil end
   local key = self.shape.device:is_cpu() and ""
-    or dtype .. (is_prefill and " prefill" or "")
+    or dtype .. (is_prefill and " prefill" or "") .. (is_listed and " listed" or "")
   local one = self.codes[key]
   if one then return one end
   local plan = place.hook(self.expressions, self.what, self.o)
-  plan.q_dtype, plan.is_prefill = dtype, is_prefill
+  plan.q_dtype, plan.is_prefill, plan.is_listed = dtype, is_prefill, is_listed
   plan.keeps = next(self.emits) ~= nil and not is_prefill
   if 8 * #place.arguments(plan) > ARGUMENTS_MAX then
     error(("%s: %d parameters, constants and inputs, expected at most %d"):format(
@@ -97,9 +98,9 @@ function Hook:kernels()
 end
 
 --- Prepares the hook for a layer. Returns its kernel, and where attention keeps the
--- scores; nil: there is none.
-function Hook:prepare(ctx)
-  local one = code_for(self, ctx.query:type(), ctx.is_prefill)
+-- scores; nil: there is none. is_listed: attention reads listed tokens.
+function Hook:prepare(ctx, is_listed)
+  local one = code_for(self, ctx.query:type(), ctx.is_prefill, is_listed)
   if not one then return nil, nil end
   one.count = 0
   give_inputs(one, self.owner, ctx)
@@ -118,6 +119,23 @@ function Hook:attend(attention, reader, selection, ctx, out, lse)
   out = reader:attend(attention, selection, ctx, out, lse, self)
   for name, one in pairs(self.emits) do
     self.owner.emitted[name] = self:emit(one, selection, ctx, lse)
+  end
+  return out
+end
+
+--- The same over listed tokens, whose K and V are on the device. What the policy emits
+-- counts a token once, even where it is listed twice.
+function Hook:attend_listed(attention, ctx, listed, out, lse)
+  if next(self.emits) then
+    local kept = scores_of(self, ctx)
+    kept.scores:fill_(-math.huge) -- those of earlier lists are there
+    lse = lse or kept.lse
+  end
+  self:forget()
+  out = attention:attend_part(ctx, self, ctx.cache, nil, nil, out, lse, nil, nil, nil,
+    listed)
+  for name, one in pairs(self.emits) do
+    self.owner.emitted[name] = self:emit(one, nil, ctx, lse)
   end
   return out
 end

@@ -13,7 +13,7 @@ local M = {}
 --- The tensors on the host, as pointers by name, and readers of those of many dtypes.
 local function host_of(call, dev)
   local a = {}
-  for _, name in ipairs { "q", "tables", "lens", "starts", "selection", "slots",
+  for _, name in ipairs { "q", "tables", "lens", "starts", "selection", "listed", "slots",
                           "alibi", "prev_out", "prev_lse", "tree" } do
     if call[name] then
       a[name], a["keep_" .. name] = lua_kernel.pointer_of(call[name], dev)
@@ -49,6 +49,27 @@ local function blocks_of(a, d, seq, kv_head)
   return list
 end
 
+--- The same for the tokens that row `row` of q lists.
+local function listed_of(a, d, seq, kv_head, row)
+  local list = {}
+  local at = (row * d.selection_heads + kv_head % d.selection_heads) * d.entries
+  for entry = 0, d.entries - 1 do
+    local index = a.listed[at + entry]
+    if index >= 0 and index < d.room then
+      local physical = a.tables[seq * d.width + math.floor(index / d.block_size)]
+      if a.slots then
+        local of = row * d.slot_heads + kv_head % d.slot_heads
+        physical = a.slots[of * d.entries + entry]
+      end
+      if physical >= 0 and physical < d.blocks then
+        list[#list + 1] = { logical = math.floor(index / d.block_size),
+                            physical = physical, token = index % d.block_size }
+      end
+    end
+  end
+  return list
+end
+
 --- Whether the draft tree hides a key from row `row` of q, see the op.
 local function tree_hides(a, d, row, back)
   if not a.tree or back >= 64 * d.tree_words then return false end
@@ -56,14 +77,14 @@ local function tree_hides(a, d, row, back)
   return bit.band(bit.rshift(seen, back % 64), 1) == 0
 end
 
---- The keys of these blocks that row `query` of q sees, which is at `position`: their
--- positions, and where K and V of each begin in the cache.
+--- The keys of these blocks, or of one token of each, that row `query` of q sees, which
+-- is at `position`: their positions, and where K and V of each begin in the cache.
 local function keys_of(call, a, d, blocks, kv_head, query, position, length)
   local positions, keys, values, n = {}, {}, {}, 0
   local first = (call.window or 0) > 0 and position + 1 - call.window or 0
   local last = call.causal == false and length - 1 or math.min(position, length - 1)
   for _, block in ipairs(blocks) do
-    for token = 0, d.block_size - 1 do
+    for token = block.token or 0, block.token or d.block_size - 1 do
       local at = block.logical * d.block_size + token
       if at >= first and at <= last and not tree_hides(a, d, query, length - 1 - at) then
         positions[n] = at
@@ -122,7 +143,7 @@ end
 
 local function sizes_of(call)
   local p = pages.of(call.cache, call.format)
-  local selection, slots = call.selection, call.slots
+  local selection, slots = call.selection or call.listed, call.slots
   return { kv_heads = p.kv_heads, block_size = p.block_size, dim = p.key.dim,
     blocks = call.cache:size(0), heads = call.q:size(1), tokens = call.q:size(0),
     seqs = call.lens:size(0), width = call.tables:size(1),
@@ -140,8 +161,9 @@ local function attend_sequence(call, a, d, hook, seq, write)
   local rows = a.starts and a.starts[seq + 1] - first or 1
   local group = d.heads / d.kv_heads
   for kv_head = 0, d.kv_heads - 1 do
-    local blocks = blocks_of(a, d, seq, kv_head)
+    local blocks = not a.listed and blocks_of(a, d, seq, kv_head)
     for i = 0, rows - 1 do
+      if a.listed then blocks = listed_of(a, d, seq, kv_head, first + i) end
       local position = length - rows + i
       local positions, keys, values, n = keys_of(call, a, d, blocks, kv_head, first + i,
         position, length)

@@ -1,0 +1,123 @@
+/* The kernels for attention over listed tokens: which of them takes a call, and its launch.
+ *
+ * Kernels   listed_mma.cuh   16-bit q: tensor cores, asynchronous copies
+ *           listed_f32.cuh   f32 q, or int8
+ *           listed.cuh       the source of keys, and what joins the parts of a list
+ * Bytes     2 max_selected head_dim element per token and KV head, once for all heads of the
+ *           group; limit: memory for a few tokens; L2 for those of a prompt, which share keys
+ * Tolerance as paged_attention.cu
+ * Best      32/8 heads, head_dim 128, lists of 2048, L2 flushed; the share is of a plain read
+ *           of as many bytes. H200, 2026-11-22, when lists still held places: bf16 16 rows 39.3
+ *           us (0.87), 64 rows 126 (0.97); f8e4m3 27.6 (0.70) and 77.3 (0.84), once 141 and
+ *           536; f32 79.2 (0.81) and 279 (0.86), once 159 and 373. H100 80GB HBM3, 2026-11-21:
+ *           4096 rows of a prompt of 64K 4.8 ms, 7.1 TB/s from L2 (only reading takes 4.4).
+ *           notes/20261121-token-attention.md and notes/20261122-token-attention.md
+ * Source    Dao et al. 2022 (online softmax); the lists are those of DeepSeek-V3.2's DSA */
+#include "cuda/attention/listed_launch.cuh"
+
+#include "cuda/attention/hook_launch.cuh"
+#include "cuda/attention/listed_f32.cuh"
+#include "cuda/attention/listed_mma.cuh"
+
+namespace kvl {
+namespace {
+
+using hooked = kvl_hooked_attention_args;
+
+/* How many thread blocks share a list: doubled as long as all of them are on the device at
+ * once and each has two tiles. A GPU before Hopper has no clusters. */
+int splits_of(const kvl_paged_attention_args &a, int64_t blocks, int tile, int at_once,
+              const kvl_cuda_queue *q) {
+  int splits = 1;
+  if (!is_hopper(q)) return splits;
+  while (splits < SPLITS_MAX && blocks * splits * 2 <= (int64_t)q->sm_count * at_once &&
+         a.max_selected >= (int64_t)splits * 4 * tile)
+    splits *= 2;
+  return splits;
+}
+
+/* Launches a kernel, or the one with the hook whose name is `name`. rows: heads of a block;
+ * tile: the keys that its warps take at once. */
+template <auto kernel>
+int launch(const hooked &h, const char *name, int rows, int tile, int blocks, int threads,
+           int bytes, const kvl_cuda_queue *q) {
+  const kvl_paged_attention_args &a = h.base;
+  listed_plan plan = {};
+  if (h.hook && a.dtype != KVL_DTYPE_F32 && !kvl__packs(a.cache.codec))
+    plan.notes = (uint8_t *)a.workspace;
+  plan.block = divisor(a.cache.block_size);
+  plan.subgroups = ceil_div(a.heads / a.cache.kv_heads, rows);
+  const int64_t units = (int64_t)a.cache.kv_heads * plan.subgroups;
+  plan.splits = splits_of(a, a.tokens * units, tile, blocks, q);
+  const dim3 grid((unsigned)(a.tokens * plan.splits), (unsigned)units);
+  if (h.hook) {
+    hook_kernel k = {"", (int)grid.x, (int)grid.y, threads, bytes, true, plan.splits};
+    snprintf(k.name, sizeof k.name, "%s", name);
+    return launch_hooked(h, k, &a, &plan, q);
+  }
+  int status = allow_shared<kernel>(q, bytes);
+  if (status == KVL_OK) status = prefer_shared<kernel>(q);
+  if (status < 0) return status;
+  return launch_clusters(kernel, plan.splits, grid, threads, bytes, q, a, plan);
+}
+
+template <class T, class C, int D, int MW>
+int launch_mma(const hooked &h, const kvl_cuda_queue *q) {
+  using shape = listed_shape<D, MW, same<C, f8e4m3>>;
+  char name[64];
+  snprintf(name, sizeof name, "listed_%s_%d_%d%s", type_name<T>, D, MW, codec_suffix<C>);
+  return launch<listed_mma<T, C, D, MW>>(h, name, shape::ROWS, shape::KEYS, shape::BLOCKS,
+                                         shape::THREADS, shape::SHARED_BYTES, q);
+}
+
+template <class T, class C, int D>
+int launch_group(const hooked &h, const kvl_cuda_queue *q) {
+  const int64_t group = h.base.heads / h.base.cache.kv_heads;
+  if (group <= 16) return launch_mma<T, C, D, 1>(h, q);
+  if (group <= 32) return launch_mma<T, C, D, 2>(h, q);
+  return launch_mma<T, C, D, 4>(h, q);
+}
+
+template <class T, class C> int launch_dim(const hooked &h, const kvl_cuda_queue *q) {
+  const int d = h.base.cache.key.dim;
+  if (d <= 64) return launch_group<T, C, 64>(h, q);
+  if (d <= 128) return launch_group<T, C, 128>(h, q);
+  return launch_group<T, C, 256>(h, q);
+}
+
+template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
+  if (h.base.cache.codec == KVL_CODEC_F8E4M3) return launch_dim<T, f8e4m3>(h, q);
+  return launch_dim<T, T>(h, q);
+}
+
+template <class C, int D, int ROWS> int launch_f32(const hooked &h, const kvl_cuda_queue *q) {
+  using shape = f32_shape<C, D>;
+  char name[64];
+  snprintf(name, sizeof name, "f32_listed_%s_%d_%d", type_name<C>, D, ROWS);
+  return launch<listed_f32<C, D, ROWS>>(h, name, ROWS, shape::KEYS * shape::WARPS, 2,
+                                        shape::WARPS * WARP, shape::SHARED_BYTES, q);
+}
+
+template <class C, int D> int launch_f32_group(const hooked &h, const kvl_cuda_queue *q) {
+  if (h.base.heads / h.base.cache.kv_heads <= 4) return launch_f32<C, D, 4>(h, q);
+  return launch_f32<C, D, 8>(h, q);
+}
+
+template <class C> int launch_f32_dim(const hooked &h, const kvl_cuda_queue *q) {
+  const int d = h.base.cache.key.dim;
+  if (d <= 64) return launch_f32_group<C, 64>(h, q);
+  if (d <= 128) return launch_f32_group<C, 128>(h, q);
+  return launch_f32_group<C, 256>(h, q);
+}
+
+}  // namespace
+
+int launch_listed(const hooked &h, const kvl_cuda_queue *q) {
+  const kvl_paged_attention_args &a = h.base;
+  if (kvl__packs(a.cache.codec)) return launch_f32_dim<int8>(h, q);
+  if (a.dtype == KVL_DTYPE_BF16) return launch_16bit<__nv_bfloat16>(h, q);
+  if (a.dtype == KVL_DTYPE_F16) return launch_16bit<__half>(h, q);
+  KVL_CUDA_BY_CODEC(a.cache.codec, C, return launch_f32_dim<C>(h, q);)
+}
+
+}  // namespace kvl

@@ -1,0 +1,145 @@
+/* Attention over listed tokens: the source of keys, and how thread blocks share a list.
+ *
+ * A thread block takes one token of q, one KV head and some heads of its group. When there are
+ * few tokens, up to SPLITS_MAX blocks share a list. They form a cluster and join their partial
+ * softmaxes through each other's shared memory, with no workspace and no second kernel. */
+#ifndef KVL_CUDA_LISTED_CUH
+#define KVL_CUDA_LISTED_CUH
+
+#include "args/attention.h"
+#include "cuda/attention/hook.cuh"
+#include "cuda/attention/paged_output.cuh"
+#include "cuda/divide.cuh"
+
+namespace kvl {
+
+constexpr int SPLITS_MAX = 8; /* the largest cluster that every Hopper GPU can place */
+
+struct listed_plan {
+  uint8_t *notes;        /* of rows to mend, or NULL: with a hook and 16-bit queries */
+  divisor block;         /* tokens per block */
+  int splits, subgroups; /* thread blocks per list, and per group of heads */
+};
+
+struct plain_divisor { /* where speed does not matter */
+  uint32_t by;
+  __device__ uint32_t quotient(uint32_t x) const { return x / by; }
+};
+
+/* The tokens that a row of q lists, numbered by their entry. */
+template <class By = divisor> struct listed_keys {
+  const kvl_paged_attention_args &a;
+  const int32_t *list, *slots, *table; /* slots: or NULL */
+  By block;                            /* tokens per block */
+  int kv_head, keys;
+  query_sight sight;
+
+  __device__ listed_keys(const kvl_paged_attention_args &args, const By &by, int64_t token,
+                         int head)
+      : a(args), block(by), kv_head(head), keys((int)args.max_selected), sight(args, token) {
+    const int64_t lists = a.selection_heads, places = a.slot_heads;
+    list = a.listed + (token * lists + (lists > 1 ? head : 0)) * a.max_selected;
+    slots = a.slots ? a.slots + (token * places + (places > 1 ? head : 0)) * a.max_selected
+                    : nullptr;
+    table = a.tables + max(sight.seq, (int64_t)0) * a.max_blocks;
+    sight.limit = (int)min((int64_t)sight.limit, a.max_blocks * block.by - 1);
+    if (sight.seq < 0) keys = 0;
+  }
+  __device__ int64_t to_value() const { return kvl__to_value(&a.cache, kv_head); }
+
+  /* The number of entry `key`'s token in its sequence; -1: the row sees no such token. */
+  __device__ int token_of(int key) const {
+    const int index = key < keys ? list[key] : -1;
+    return sight.sees(a, index) ? index : -1;
+  }
+  /* Its block, unchecked, without waiting for the value that the table has. */
+  __device__ int block_of(int key, int index) const {
+    return index < 0 ? -1 : slots ? slots[key] : table[block.quotient(index)];
+  }
+  /* Its row. */
+  __device__ paged_row row_of(int index, int physical) const {
+    if (physical < 0 || physical >= a.cache.blocks) return {0, -1, 0};
+    const int token = index - (int)(block.quotient(index) * block.by);
+    return {kvl__row_at(&a.cache, &a.cache.key, physical, kv_head, token), index, token};
+  }
+  __device__ paged_row find(int key) const {
+    const int index = token_of(key);
+    return row_of(index, block_of(key, index));
+  }
+};
+
+/* ---- thread blocks that share a list ---------------------------------------------------- */
+
+/* A barrier of the cluster, or of the block when that is all of it; and the address of
+ * another block's shared memory. */
+__device__ __forceinline__ void splits_sync(int splits) {
+#if __CUDA_ARCH__ >= 900
+  if (splits > 1) {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::
+                     : "memory");
+    return;
+  }
+#endif
+  __syncthreads();
+}
+template <class P>
+__device__ __forceinline__ const P *shared_of(const P *mine, int splits, int rank) {
+#if __CUDA_ARCH__ >= 900
+  if (splits > 1) {
+    uint64_t other;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(other) : "l"(mine), "r"(rank));
+    return (const P *)other;
+  }
+#endif
+  return mine;
+}
+
+/* Joins the partial softmaxes of rows row0 ... row0 + count - 1 of [tokens, heads], and writes
+ * them. All blocks that share the list call it, and each writes its part.
+ *   states  (m, l)  [(r / R * W + w) * R + r % R] of row r and warp w
+ *   sums    f32     the same, [.., D]; rotated: dim d is at d ^ (r % 8 * 8) */
+template <int W, int R, int D, bool ROTATED, int THREADS>
+__device__ __forceinline__ void join_listed(const kvl_paged_attention_args &a,
+                                            const listed_plan &plan, int64_t row0, int count,
+                                            const float2 *states, const float *sums,
+                                            float value_scale) {
+  const int splits = plan.splits, split = blockIdx.x % splits;
+  splits_sync(splits);
+  for (int i = (split * THREADS + (int)threadIdx.x) * 4; i < count * D;
+       i += splits * THREADS * 4) {
+    const int r = i / D, dim = i % D, first = r / R * W * R + r % R;
+    if (dim >= a.cache.value.dim) continue;
+    float m = -INFINITY, l = 0.f, x[4] = {};
+    for (int s = 0; s < splits; s++) {
+      const float2 *const other = shared_of(states, splits, s);
+#pragma unroll
+      for (int w = 0; w < W; w++) m = fmaxf(m, other[first + w * R].x);
+    }
+    for (int s = 0; s < splits; s++) {
+      const float2 *const other = shared_of(states, splits, s);
+      const float *const parts = shared_of(sums, splits, s);
+#pragma unroll
+      for (int w = 0; w < W; w++) {
+        const float2 state = other[first + w * R];
+        const float weight = exp2_fast(state.x - finite_shift(m));
+        float part[4];
+        load_floats(parts + (first + w * R) * D + (ROTATED ? dim ^ (r & 7) * 8 : dim), part);
+        l += weight * state.y;
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[e] += weight * part[e];
+      }
+    }
+    if (plan.notes) { /* see paged_mend.cuh */
+      if (dim == 0) plan.notes[row0 + r] = l != l;
+      if (!writes_row(a, l != l)) continue;
+    }
+    row_end end = end_row(a, row0 + r, m, l);
+    end.scale *= value_scale;
+    write_row(a, end, row0 + r, dim, x);
+  }
+  splits_sync(splits); /* others may still read this block's memory */
+}
+
+}  // namespace kvl
+
+#endif
