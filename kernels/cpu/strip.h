@@ -73,7 +73,8 @@ static inline KVL_HOT void unpack_row(const char *numbers, const char *scales, i
 }
 
 /* Packs a row of f32. A group's scale is its largest magnitude / 127 in bf16, rounded to
- * nearest; a group with NaN or infinity is NaN as a whole. */
+ * nearest, and a number is x * (1 / scale), rounded to the nearest whole one. A group with NaN
+ * or infinity is NaN as a whole; one whose scale is below 2^-126 has zeros. */
 static inline void pack_row(const float *x, int dim, int codec, void *numbers, void *scales) {
   const int group = kvl__group(codec);
   for (int d = 0; d < dim; scales = (char *)scales + 2) {
@@ -84,12 +85,9 @@ static inline void pack_row(const float *x, int dim, int codec, void *numbers, v
       other += x[i] * 0;
     }
     const uint16_t scale = other == 0 ? bf16_from_f32(most / 127) : 0x7FC0;
-    const float by = f32_from_bf16(scale);
+    const float unit = f32_from_bf16(scale), by = unit >= 0x1p-126f ? 1 / unit : 0;
     memcpy(scales, &scale, 2);
-    for (; d < end; d++) {
-      const float y = by > 0 ? rintf(x[d] / by) : 0;
-      ((int8_t *)numbers)[d] = (int8_t)(y > 127 ? 127 : y < -127 ? -127 : y);
-    }
+    for (; d < end; d++) ((int8_t *)numbers)[d] = (int8_t)(by > 0 ? rintf(x[d] * by) : 0);
   }
 }
 

@@ -21,33 +21,36 @@ __device__ __forceinline__ float head_scale(const float *scales, int head) {
   if constexpr (same<To, f8e4m3>) return scales ? scales[head] : 1.f;
   else return 1.f;
 }
-/* The scale of a group whose largest magnitude is `most`: as pack_row of cpu/strip.h. */
-__device__ __forceinline__ __nv_bfloat16 packed_scale(float most, bool finite) {
-  return finite ? __float2bfloat16_rn(__fdiv_rn(most, 127.f)) : __ushort_as_bfloat16(0x7FC0);
-}
-__device__ __forceinline__ int8 packed_number(float x, float scale) {
-  const float y = scale > 0.f ? rintf(__fdiv_rn(x, scale)) : 0.f;
-  return {(int8_t)fminf(fmaxf(y, -127.f), 127.f)};
-}
-
 /* What a row keeps of N numbers; `scale` is packed ones'. */
 template <class To, int N> struct kept_pack : pack<To, N> { __nv_bfloat16 scale; };
-/* Packs numbers of which LANES neighbouring threads have a group; whole warps call it. */
+/* Packs numbers of which LANES neighbouring threads have a group; whole warps call it. The rule,
+ * to the bit, is that of pack_row (cpu/strip.h). */
 template <int LANES, class From, int N>
 __device__ __forceinline__ kept_pack<int8, N> pack_numbers(const pack<From, N> &x) {
+  constexpr int INFINITE = 0x7F800000; /* NaN is above it */
   kept_pack<int8, N> out;
-  float most = 0.f, other = 0.f;
+  int most = 0; /* magnitudes are in the order of their bits */
 #pragma unroll
-  for (int e = 0; e < N; e++) {
-    most = fmaxf(most, fabsf(to_float(x.at[e])));
-    other += to_float(x.at[e]) * 0.f;
-  }
+  for (int e = 0; e < N; e++)
+    most = max(most, __float_as_int(to_float(x.at[e])) & 0x7FFFFFFF);
   most = warp_max<LANES>(most);
-  other = warp_sum<LANES>(other);
-  out.scale = packed_scale(most, other == 0.f);
-  const float scale = __bfloat162float(out.scale);
+  const bool finite = most < INFINITE;
+  out.scale = finite ? __float2bfloat16_rn(__fdiv_rn(__int_as_float(most), 127.f))
+                     : __ushort_as_bfloat16(0x7FC0);
+  const float unit = __bfloat162float(out.scale);
+  const float by = unit >= 0x1p-126f ? __fdiv_rn(1.f, unit) : 0.f;
+  const uint32_t keep = finite ? ~0u : 0u;
+  uint32_t *const words = reinterpret_cast<uint32_t *>(out.at);
 #pragma unroll
-  for (int e = 0; e < N; e++) out.at[e] = packed_number(to_float(x.at[e]), scale);
+  for (int e = 0; e < N; e += 4) {
+    uint32_t y[4]; /* the lowest byte of what is left of a mantissa is the whole number */
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      y[i] = __float_as_uint(__fadd_rn(__fmul_rn(to_float(x.at[e + i]), by), 12582912.f));
+    const uint32_t low = __byte_perm(y[0], y[1], 0x0040),
+                   high = __byte_perm(y[2], y[3], 0x0040);
+    words[e / 4] = __byte_perm(low, high, 0x5410) & keep;
+  }
   return out;
 }
 template <class To, class From, int N>

@@ -109,40 +109,45 @@ void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
   const dim3 grid((unsigned)a.tokens, (unsigned)((rows + each - 1) / each));
   launch_programmatic(rope_append_kernel<N, From, To>, grid, ROPE_THREADS, 0, q, a, each);
 }
-/* Packs the rotated keys and the values of a token: a warp takes a row at a time, and a lane
- * eight of its numbers, so that eight lanes have a group. q is rotated by another kernel. */
+
+/* The same where numbers are packed. A warp takes a row, or two side by side, and a lane N
+ * neighbours of it, so that eight lanes have a group. Beside them it loads their partners,
+ * which are as many neighbours, or single ones if pairs is no multiple of N. */
 template <class From>
 __global__ void __launch_bounds__(ROPE_THREADS)
-    rope_append_packed(const __grid_constant__ kvl_rope_append_args a) {
+    rope_append_packed(const __grid_constant__ kvl_rope_append_args a, int rows_block) {
   constexpr int N = 8;
   __shared__ rope_angles angles;
   const int pairs = (int)a.pairs, head_dim = a.cache.key.dim, kv_heads = a.cache.kv_heads;
-  const int lane = threadIdx.x % WARP, dim = lane * N;
+  const int heads = (int)a.heads, lanes = head_dim <= 128 ? WARP / 2 : WARP;
+  const int dim = (int)threadIdx.x % lanes * N, step = ROPE_THREADS / lanes;
   const int64_t token = blockIdx.x;
   let_next_start();
+  const bool early = a.tokens <= EARLY_TOKENS, inside = dim < head_dim;
+  if (early) angles.make((float)read_early(a.positions + token), a.inv_freq, pairs);
   wait_for_previous();
-  angles.make((float)a.positions[token], a.inv_freq, pairs);
+  angles.make((float)read_early(a.positions + token), a.inv_freq, pairs, !early);
   const token_place to(a.places[token], a.cache.block_size);
   __syncthreads();
-  for (int row = threadIdx.x / WARP; row < 2 * kv_heads; row += ROPE_THREADS / WARP) {
-    const bool is_key = row < kv_heads;
-    const int head = is_key ? row : row - kv_heads;
-    const From *from = (const From *)(is_key ? a.k : a.v) +
-                       (token * kv_heads + head) * head_dim;
+  const int end = min((int)(blockIdx.y + 1) * rows_block, heads + 2 * kv_heads);
+  for (int first = (int)blockIdx.y * rows_block; first < end; first += step) {
+    const int row = first + (int)threadIdx.x / lanes;
+    const bool is_q = row < heads, is_v = row >= heads + kv_heads, is = row < end && inside;
+    const int head = is_q ? row : row - heads - (is_v ? kv_heads : 0);
+    const From *const from = (const From *)(is_q   ? a.q
+                                            : is_v ? a.v
+                                                   : a.k) +
+                             (token * (is_q ? heads : kv_heads) + head) * head_dim;
     pack<From, N> x = {};
-    if (dim < head_dim) x = load_pack<N>(from + dim);
-#pragma unroll
-    for (int e = 0; e < N; e++) {
-      const int d = dim + e, pair = d < pairs ? d : d - pairs;
-      if (!is_key || d >= 2 * pairs) continue;
-      float low[1] = {to_float(from[pair])}, high[1] = {to_float(from[pair + pairs])};
-      angles.turn(low, high, pair);
-      x.at[e] = from_float<From>(d < pairs ? low[0] : high[0]);
-    }
+    if (is) x = load_pack<N>(from + dim);
+    if (is && !is_v) angles.turn_half(x, from, dim, pairs);
+    __syncwarp(); /* q was read */
+    if (is && is_q && dim < 2 * pairs) store_pack<N>((From *)from + dim, x);
     const auto kept = pack_numbers<PACKED_GROUP / N>(x);
-    const kvl_strips &of = is_key ? a.cache.key : a.cache.value;
+    if (!is || is_q) continue;
+    const kvl_strips &of = is_v ? a.cache.value : a.cache.key;
     int8 *const cell = row_in<int8>(a.cache, of, to.block, head, to.offset);
-    if (!cell || dim >= head_dim) continue;
+    if (!cell) continue;
     store_pack<N>(cell + dim, (const pack<int8, N> &)kept);
     if (dim % PACKED_GROUP == 0)
       *scale_in(a.cache, of, to.block, head, to.offset, dim) = kept.scale;
@@ -150,12 +155,11 @@ __global__ void __launch_bounds__(ROPE_THREADS)
 }
 template <class From>
 int start_packed(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
-  const kvl_rope_args rotate = {a.q,     a.positions,     a.inv_freq, a.tokens,
-                                a.heads, a.cache.key.dim, a.pairs,    a.dtype};
-  int status = a.heads ? kvl_cuda_rope(&rotate, (void *)q) : KVL_OK;
-  if (status < 0) return status;
-  return launch_programmatic(rope_append_packed<From>, (unsigned)a.tokens, ROPE_THREADS, 0, q,
-                             a);
+  const int rows = (int)a.heads + 2 * a.cache.kv_heads;
+  const int step = ROPE_THREADS / (a.cache.key.dim <= 128 ? WARP / 2 : WARP);
+  const int each = a.tokens < 4 * q->sm_count && rows <= 65535 * step ? step : rows;
+  const dim3 grid((unsigned)a.tokens, (unsigned)((rows + each - 1) / each));
+  return launch_programmatic(rope_append_packed<From>, grid, ROPE_THREADS, 0, q, a, each);
 }
 
 template <class From, class To>

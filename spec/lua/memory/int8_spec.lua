@@ -16,8 +16,14 @@ local function bf16(x)
   return t:list()[1], bytes[0], bytes[1]
 end
 
+--- x * y in f32.
+local function product(x, y)
+  return (kv.from(cpu, "f32", { 1 }, { x }) * kv.from(cpu, "f32", { 1 }, { y })):list()[1]
+end
+
 --- The numbers and scales of a row by the definition: the scale of a group is its largest
--- magnitude / 127 in bf16, and a number is the nearest whole one, ties to even.
+-- magnitude / 127 in bf16, and a number is x * (1 / scale), rounded to the nearest whole
+-- one, ties to even.
 local function packed(row)
   local numbers, scales = {}, {}
   for first = 1, #row, GROUP do
@@ -27,11 +33,12 @@ local function packed(row)
     end
     local scale = bf16(quotient(most, 127))
     scales[#scales + 1] = scale
+    local by = scale >= 2 ^ -126 and quotient(1, scale) or 0
     for i = first, math.min(first + GROUP - 1, #row) do
-      local x = scale > 0 and quotient(row[i], scale) or 0
+      local x = product(row[i], by)
       local low = math.floor(x)
       if x - low > 0.5 or x - low == 0.5 and low % 2 == 1 then low = low + 1 end
-      numbers[i] = math.max(-127, math.min(127, low))
+      numbers[i] = low
     end
   end
   return numbers, scales
