@@ -16,7 +16,8 @@
  *   lse        f32           [tokens, heads]            optional
  * q, cache, prev_out and out are 16-byte aligned; head_dim is a multiple of 8 up to 256.
  *
- * Kernels   paged_decode.cuh   16-bit q, decode: tensor cores, split-KV
+ * Kernels   paged_decode.cuh   16-bit q, decode: tensor cores, split-KV; decode_copies.cuh
+ *                              copies keys, decode_rows.cuh computes
  *           paged_split.cuh    divides a decode's work; paged_combine.cuh joins the results
  *           paged_wgmma.cuh    16-bit q on Hopper, several new tokens a sequence or groups of
  *                              more than 16 heads: TMA, wgmma, split-KV where there are few
