@@ -12,17 +12,22 @@
 
 namespace kvl {
 
-/* Ring sizes: 192 KiB per thread block, one block per SM. */
-template <int D, bool F8> struct decode_shape {
-  static constexpr int BYTES = F8 ? 1 : 2, NUMBERS = 16 / BYTES; /* per piece */
+/* Ring sizes: 192 KiB per thread block, one block per SM; scales come on top. C is the type of
+ * the cache's numbers. */
+template <int D, class C> struct decode_shape {
+  static constexpr int BYTES = sizeof(C), NUMBERS = 16 / BYTES; /* per piece */
   static constexpr int PIECES = (D / NUMBERS + 7) / 8 * 8;
-  static constexpr int KEYS = F8 || D <= 64 ? 32 : 16, ROWS = 16;
-  static constexpr int TILE_BYTES = KEYS * PIECES * 16, STAGE_BYTES = 2 * TILE_BYTES;
-  static constexpr int BLOCKS = 1, STAGES = 3, WARPS = STAGE_BYTES > 8192 ? 4 : 8, TEAM = 4;
+  static constexpr int KEYS = BYTES == 1 || D <= 64 ? 32 : 16, ROWS = 16;
+  static constexpr int TILE_BYTES = KEYS * PIECES * 16;
+  static constexpr int GROUPS = packs<C> ? D / PACKED_GROUP
+                                         : 0; /* scales of a row, at most */
+  static constexpr int STAGE_BYTES = 2 * (TILE_BYTES + KEYS * GROUPS * 2);
+  static constexpr bool LARGE = 2 * TILE_BYTES > 8192;
+  static constexpr int BLOCKS = 1, STAGES = 3, WARPS = LARGE ? 4 : 8, TEAM = 4;
   static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = RING_BYTES + WARPS * STAGES * KEYS * 4;
   /* 192 leaves enough of an SM's registers for paged_combine. */
-  static constexpr int REGISTERS = STAGE_BYTES > 8192 ? 255 : 192;
+  static constexpr int REGISTERS = LARGE ? 255 : 192;
   static_assert(STAGE_BYTES >= ROWS * D * 4, "a stage takes the rows' sums");
 };
 
@@ -31,10 +36,11 @@ struct key_run {
   long long offset; /* of the first, in bytes; of all of them if there is a block */
   int position;     /* of the first */
   unsigned seen;    /* bit i: key i is seen */
+  int to_scales;    /* from the first to its scales, of packed keys */
 };
 
-template <int D, bool F8, class H> struct decode_copies {
-  using shape = decode_shape<D, F8>;
+template <int D, class C, class H> struct decode_copies {
+  using shape = decode_shape<D, C>;
   static constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES, NUMBERS = shape::NUMBERS;
   static constexpr int KEYS_LOG = KEYS == 16 ? 4 : 5;
   static constexpr int SIDE = WARP / PIECES; /* rows that are copied side by side */
@@ -66,7 +72,7 @@ template <int D, bool F8, class H> struct decode_copies {
                                            int *lengths_)
       : a(args), place(place_), plan(args, place_, sums), lane(threadIdx.x % WARP),
         kv_head(kv_head_), ring_at(ring), positions(positions_), lengths(lengths_),
-        runs(args.cache.block_size % 8 == 0), few(place_.chunks == 1),
+        runs(packs<C> || args.cache.block_size % 8 == 0), few(place_.chunks == 1),
         log_batch(runs ? 8 - KEYS_LOG : 5 - KEYS_LOG), cache((const char *)args.cache.memory),
         to_value(kvl__to_value(&args.cache, kv_head_)), head_dim(args.cache.key.dim),
         row_bytes(args.cache.key.bytes_row), once(read_once()) {}
@@ -99,7 +105,8 @@ template <int D, bool F8, class H> struct decode_copies {
   __device__ __forceinline__ void take_batch() {
     const paged_keys keys = keys_ahead();
     const paged_row row = keys.row_of(found);
-    now = {(long long)row.offset, row.position, keys.seen(row, runs ? 8 : 1)};
+    const int64_t scales = packs<C> ? row.scales(a.cache.key) - row.offset : 0;
+    now = {(long long)row.offset, row.position, keys.seen(row, runs ? 8 : 1), (int)scales};
     now_tiles = next_tiles;
     now_tile = next_tiles = 0;
   }
@@ -126,6 +133,11 @@ template <int D, bool F8, class H> struct decode_copies {
     if (lane >> (5 - log_batch) >= min(now_tiles, 2)) return;
     prefetch_bulk(cache + now.offset, 8 * row_bytes);
     prefetch_bulk(cache + now.offset + to_value, 8 * row_bytes);
+    if constexpr (packs<C>) {
+      const char *const scales = cache + now.offset + now.to_scales;
+      prefetch_bulk(scales, 16 * a.cache.key.groups);
+      prefetch_bulk(scales + to_value, 16 * a.cache.key.groups);
+    }
   }
 
   /* Copies the next tile. */
@@ -133,10 +145,31 @@ template <int D, bool F8, class H> struct decode_copies {
     if (now_tile == now_tiles) take_batch();
     const uint32_t to = ring_at + stage * shape::STAGE_BYTES;
     int *const where = positions + stage * KEYS;
-    if (now_tiles > 0 && runs) copy_runs(to, where);
-    else if (now_tiles > 0) copy_keys(to, where);
+    if (now_tiles > 0 && runs) {
+      copy_runs(to, where);
+      if constexpr (packs<C>) copy_scales(to + 2 * shape::TILE_BYTES);
+    } else if (now_tiles > 0) {
+      copy_keys(to, where);
+    }
     if (now_tiles > 0) now_tile++;
     if (next_tiles == 0) look_up<false>(); /* after the copies: it may wait for a selection */
+  }
+  /* Copies the scales of a tile's keys, [KEYS, groups], and those of its values behind them.
+   * Those of eight keys are 16 * groups bytes, and every lane copies 16 of them. What is not
+   * seen becomes zeros only where none of the eight is seen. */
+  __device__ __forceinline__ void copy_scales(uint32_t to) const {
+    constexpr int GROUPS = shape::GROUPS;
+    const int groups = GROUPS <= 2 ? GROUPS : a.cache.key.groups;
+    const int run = lane / (2 * GROUPS), piece = lane % GROUPS;
+    const bool is_value = lane / GROUPS % 2;
+    const int source = now_tile * (KEYS / 8) + run;
+    const char *from = cache + __shfl_sync(ALL_LANES, now.offset, source) +
+                       __shfl_sync(ALL_LANES, now.to_scales, source) + piece * 16;
+    const bool seen = __shfl_sync(ALL_LANES, now.seen, source) != 0;
+    if (is_value) from += to_value;
+    if (run < KEYS / 8 && piece < groups)
+      copy_async(to + ((is_value * (KEYS / 8) + run) * groups + piece) * 16, from, seen,
+                 once);
   }
   /* Both copy SIDE rows at a time. What is not seen becomes zeros, so that no NaN gets in. */
   __device__ __forceinline__ void copy_runs(uint32_t to, int *where) const {

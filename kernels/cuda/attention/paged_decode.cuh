@@ -56,18 +56,18 @@ template <class S> struct decode_task {
   }
 };
 
-template <class T, int D, bool F8, class H> struct decode_warp {
-  using shape = decode_shape<D, F8>;
+template <class T, int D, class C, class H> struct decode_warp {
+  using shape = decode_shape<D, C>;
   static constexpr int STAGES = shape::STAGES;
-  static constexpr bool BEGINS_LATE = D > 128 || F8; /* registers are short */
+  static constexpr bool BEGINS_LATE = D > 128 || shape::BYTES == 1; /* registers are short */
 
   const kvl_paged_attention_args &a;
   const split_place &place;
   decode_memory<shape> &memory;
   char *const shared; /* the rings of all warps */
   const decode_task<shape> task;
-  decode_copies<D, F8, H> copies;
-  decode_rows<T, D, F8, H> rows;
+  decode_copies<D, C, H> copies;
+  decode_rows<T, D, C, H> rows;
   uint32_t seq_begin; /* the number of the sequence's first tile */
   int seq, length, tiles;
   int used; /* the last tile's stage; -1: nothing of this sequence is computed yet */
@@ -82,6 +82,9 @@ template <class T, int D, bool F8, class H> struct decode_warp {
                memory_.lengths[task.warp]),
         rows(args, place_, hook, task.unit, task.kv_head) {}
 
+  __device__ __forceinline__ char *stage_memory(int stage) const {
+    return shared + (task.warp * STAGES + stage) * shape::STAGE_BYTES;
+  }
   __device__ __forceinline__ void begin_sequence() {
     used = -1;
     rows.begin_sequence(seq);
@@ -155,8 +158,7 @@ template <class T, int D, bool F8, class H> struct decode_warp {
         }
       }
       if (tile < piece_end) {
-        rows.attend(copies.ring_at + stage * shape::STAGE_BYTES,
-                    copies.positions + stage * shape::KEYS, seq, length);
+        rows.attend(stage_memory(stage), copies.positions + stage * shape::KEYS, seq, length);
         used = stage;
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         tile += place.team();
@@ -182,9 +184,7 @@ template <class T, int D, bool F8, class H> struct decode_warp {
       memory.states[task.warp][rows.row1] = make_float2(rows.m1, rows.l1);
       if (task.lane == 0) memory.sums_at[task.warp] = task.warp * STAGES + used;
     }
-    if (used >= 0)
-      rows.keep_sums((float *)(shared + (task.warp * STAGES + used) * shape::STAGE_BYTES),
-                     unit.count);
+    if (used >= 0) rows.keep_sums((float *)stage_memory(used), unit.count);
     named_sync(task.team + 1, place.team() * WARP);
     join(unit);
   }
@@ -221,20 +221,20 @@ template <class T, int D, bool F8, class H> struct decode_warp {
   }
 };
 
-template <class T, int D, bool F8, class H>
+template <class T, int D, class C, class H>
 __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
                                        const split_place &place, const H &hook) {
   extern __shared__ __align__(128) char shared[];
-  __shared__ decode_memory<decode_shape<D, F8>> memory;
-  decode_warp<T, D, F8, H> warp(a, place, hook, memory, shared);
+  __shared__ decode_memory<decode_shape<D, C>> memory;
+  decode_warp<T, D, C, H> warp(a, place, hook, memory, shared);
   if (warp.start()) warp.run();
 }
 
-template <class T, int D, bool F8>
-__global__ void __maxnreg__((decode_shape<D, F8>::REGISTERS))
+template <class T, int D, class C>
+__global__ void __maxnreg__((decode_shape<D, C>::REGISTERS))
     paged_decode(const __grid_constant__ kvl_paged_attention_args a,
                  const __grid_constant__ split_place place) {
-  decode<T, D, F8>(a, place, no_hook());
+  decode<T, D, C>(a, place, no_hook());
 }
 
 }  // namespace kvl

@@ -1,6 +1,5 @@
 /* Paged attention for f32 queries (decode and prefill) over a cache of any codec, in fp32 on
- * the FMA units: tf32 would lose 13 bits of q. Decode over a codec that packs numbers is here
- * for queries of any dtype.
+ * the FMA units: tf32 would lose 13 bits of q.
  *
  * Up to ROWS query rows that share a KV head are taken together: the heads of a group, and in
  * prefill several tokens. A key's row is spread over LANES = D / 8 lanes with 8 dims each, so
@@ -166,8 +165,6 @@ template <class T, int D, int ROWS> struct f32_state {
       for (int e = 0; e < 8; e++) {
         out[r][e] = 0.f;
         if (!row || dim_of(e) >= head_dim) q[r][e] = 0.f;
-        else if constexpr (packs<T>) /* q of any dtype */
-          q[r][e] = load_any(a.q, a.dtype, row - (const float *)a.q + dim_of(e)) * scale;
         else q[r][e] = row[dim_of(e)] * scale;
       }
     }

@@ -94,7 +94,7 @@ end
 local function attention_kernel(plan, target)
   local dim, group, q, kv = plan.sizes.dim, plan.sizes.head, plan.q_dtype, plan.codec
   local is_packed = pages.CODECS[kv].packs
-  if q == "f32" or is_packed and not plan.is_prefill then
+  if q == "f32" then
     local rows = (plan.is_prefill or group > 4) and 8 or group > 1 and 4 or 1
     local size = size_for(dim, 64, 128, 256)
     local phase = plan.is_prefill and "prefill" or "decode"
@@ -116,8 +116,8 @@ local function attention_kernel(plan, target)
       CPP[kv]) .. mend
   end
   local size = size_for(dim, 64, 128, 256)
-  return "paged_decode", DECODE:format(size, tostring(is_f8), SHORT[q], size, last,
-    CPP[q], size, tostring(is_f8)) .. mend
+  return "paged_decode", DECODE:format(size, CPP[kv], SHORT[q], size, last, CPP[q], size,
+    CPP[kv]) .. mend
 end
 
 --- A hook is compiled into the attention kernel of a shape.
