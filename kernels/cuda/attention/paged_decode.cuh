@@ -1,4 +1,5 @@
-/* Flash decoding for 16-bit q and a 16-bit or f8e4m3 cache, on the tensor cores.
+/* Flash decoding for 16-bit q and a cache of 16-bit numbers, f8e4m3 or int8, on the tensor
+ * cores.
  *
  * The teams of paged_split.cuh are warps of one thread block. Every warp is its own pipeline:
  * it walks over its tiles of KEYS keys, from sequence to sequence, and keeps the copies of
@@ -16,8 +17,8 @@
  * A warp has two halves: decode_copies.cuh looks up keys and copies K and V, decode_rows.cuh
  * computes. This file has its start, its loop over tiles and the end of a sequence.
  *
- * K and V of f8e4m3 stay bytes until they are on their way to the tensor cores, see
- * paged.cuh. */
+ * K and V of f8e4m3 and int8 stay bytes until they are on their way to the tensor cores, see
+ * paged.cuh. The scales of int8 are copied beside their tile. */
 #ifndef KVL_CUDA_PAGED_DECODE_CUH
 #define KVL_CUDA_PAGED_DECODE_CUH
 
