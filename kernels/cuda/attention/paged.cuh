@@ -297,10 +297,11 @@ __device__ __forceinline__ uint2 bytes_to_f16(uint32_t x) {
   }
 }
 
-/* The n for which 2^n brings numbers up to `top` to about 2^14, by their exponents: exact. */
+/* The n for which 2^n brings numbers up to `top` to about 2^14, by their exponents: exact. At
+ * most 100, as 2^n has to be finite. */
 __device__ __forceinline__ int f16_shift(float top) {
   int exponent = (int)(__float_as_uint(top) >> 23);
-  return exponent == 0 || exponent == 255 ? 0 : 127 + 14 - exponent;
+  return exponent == 0 || exponent == 255 ? 0 : min(127 + 14 - exponent, 100);
 }
 
 /* Scales rows of q in place and turns them from T into f16. Returns the powers of two. */
