@@ -57,7 +57,7 @@ template <class T, int D, class C, class H> struct decode_rows {
   static constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES, NUMBERS = shape::NUMBERS;
   static constexpr int STEPS = D / (2 * NUMBERS);  /* over the dims, of two pieces each */
   static constexpr int TILES_STEP = D / 8 / STEPS; /* of an mma's results */
-  static constexpr int STEPS_GROUP = PACKED_GROUP / (2 * NUMBERS);
+  static constexpr int PIECES_GROUP = PACKED_GROUP / NUMBERS, STEPS_GROUP = PIECES_GROUP / 2;
   using scales = tile_scales<shape::GROUPS>;
   using tile_scores = float[KEYS / 8][4]; /* 16 rows x keys 0-7, 8-15, ... */
 
@@ -99,8 +99,8 @@ template <class T, int D, class C, class H> struct decode_rows {
       const int2 shift = rows_to_f16<T>(q);
       const float k_scale = same<C, f8e4m3> && a.cache.k_scale ? a.cache.k_scale[kv_head]
                                                                : 1.f;
-      scale0 = ldexpf(rule.scale * k_scale, -shift.x);
-      scale1 = ldexpf(rule.scale * k_scale, -shift.y);
+      scale0 = rule.scale * k_scale * power_of_two(-shift.x);
+      scale1 = rule.scale * k_scale * power_of_two(-shift.y);
       if (same<C, f8e4m3> && a.cache.v_scale) value_scale = a.cache.v_scale[kv_head];
     }
   }
@@ -271,8 +271,7 @@ template <class T, int D, class C, class H> struct decode_rows {
     }
   }
 
-  /* Gives values that are not seen scales of 0, so that no NaN gets in: their weights are 0. A
-   * lane does this for the keys that it weighs. */
+  /* Gives values that are not seen scales of 0, so that no NaN gets in: their weights are 0. */
   __device__ __forceinline__ void clear_unseen(const scales &of_values,
                                                const int *positions) const {
 #pragma unroll
@@ -282,6 +281,7 @@ template <class T, int D, class C, class H> struct decode_rows {
       if (where.x < 0) of_values.clear(key);
       if (where.y < 0) of_values.clear(key + 1);
     }
+    __syncwarp();
   }
   /* out += P V of packed values, whose scales multiply the weights. For each row and group of
    * dims the largest product decides on a power of two by which all are brought into f16's
@@ -307,8 +307,9 @@ template <class T, int D, class C, class H> struct decode_rows {
       pack_weights(packed[0], p, 0);
       pack_weights(packed[1], p, 1);
 #pragma unroll
-      for (int piece = g * 4; piece < g * 4 + 4; piece++) {
-        uint32_t b[4]; /* keys 0-7, 8-15, ... */
+      for (int piece = g * PIECES_GROUP; piece < (g + 1) * PIECES_GROUP; piece++) {
+        static_assert(KEYS == 32, "a load has all keys");
+        uint32_t b[4]; /* keys 0-7, 8-15, ... of 16 dims */
         load_matrices_transposed(b, v_at + tile_byte<PIECES>(lane, piece));
         float sums[2][4] = {};
 #pragma unroll

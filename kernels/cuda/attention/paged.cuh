@@ -301,7 +301,11 @@ __device__ __forceinline__ uint2 bytes_to_f16(uint32_t x) {
  * most 100, as 2^n has to be finite. */
 __device__ __forceinline__ int f16_shift(float top) {
   int exponent = (int)(__float_as_uint(top) >> 23);
-  return exponent == 0 || exponent == 255 ? 0 : min(127 + 14 - exponent, 100);
+  return exponent == 255 ? 0 : min(127 + 14 - exponent, 100);
+}
+
+__device__ __forceinline__ float power_of_two(int n) { /* -126 ... 127 */
+  return __int_as_float((127 + n) << 23);
 }
 
 /* Scales rows of q in place and turns them from T into f16. Returns the powers of two. */
@@ -315,7 +319,7 @@ template <class T, int K> __device__ __forceinline__ int2 rows_to_f16(uint32_t (
       top[i % 2] = fmaxf(top[i % 2], fmaxf(fabsf(x.x), fabsf(x.y)));
     }
   const int2 shift = {f16_shift(warp_max<4>(top[0])), f16_shift(warp_max<4>(top[1]))};
-  const float by[2] = {ldexpf(1.f, shift.x), ldexpf(1.f, shift.y)};
+  const float by[2] = {power_of_two(shift.x), power_of_two(shift.y)};
 #pragma unroll
   for (int k = 0; k < K; k++)
 #pragma unroll

@@ -232,8 +232,8 @@ __global__ void __launch_bounds__(token_shape<D, MW, same<C, f8e4m3>>::THREADS,
   float scale1 = scale0;
   if constexpr (F8) {
     const int2 shift = rows_to_f16<T>(q);
-    scale0 = ldexpf(scale0, -shift.x);
-    scale1 = ldexpf(scale1, -shift.y);
+    scale0 *= power_of_two(-shift.x);
+    scale1 *= power_of_two(-shift.y);
   }
   float out[D / 8][4] = {}, m0 = -INFINITY, m1 = -INFINITY, l0 = 0.f, l1 = 0.f;
   int stage = 0;
