@@ -4,8 +4,8 @@
  *
  * What a key may cost, with head_dim 128 on an H100 (3.09 TB/s, 1.755 GHz, 528 warp
  * schedulers): memory brings a scheduler 264 bytes of int8 (a key of one KV head, its value
- * and their scales) every 79 cycles, and 256 of f8e4m3 every 77. nvcc 13.0 makes 40
- * instructions of a key of int8 (1290 for a tile of 32), of which 15 keep the integer units
+ * and their scales) every 79 cycles, and 256 of f8e4m3 every 77. nvcc 13.0 makes 41
+ * instructions of a key of int8 (1300 for a tile of 32), of which 15 keep the integer units
  * busy for two cycles each; the tensor cores are busy for about 16. f8e4m3: 23 and 9. */
 #ifndef KVL_CUDA_DECODE_ROWS_CUH
 #define KVL_CUDA_DECODE_ROWS_CUH
