@@ -235,8 +235,8 @@ template <class T, class C, int D, int MW> struct listed_warp {
     scale1 = scale0;
     if constexpr (F8) {
       const int2 shift = rows_to_f16<T>(q);
-      scale0 = ldexpf(scale0, -shift.x);
-      scale1 = ldexpf(scale1, -shift.y);
+      scale0 *= power_of_two(-shift.x);
+      scale1 *= power_of_two(-shift.y);
     }
     const float *const slopes = a.alibi ? a.alibi + row0 % a.heads : nullptr;
     slope0 = slopes && r0 < count ? slopes[r0] * LOG2E : 0.f;

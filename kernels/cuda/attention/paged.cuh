@@ -302,19 +302,40 @@ __device__ __forceinline__ void load_fragment(uint32_t (&x)[4], const T *q0, con
   x[3] = load_pair(q1, at + 8, head_dim);
 }
 
-/* ---- f8e4m3 on the tensor cores, as f16 ------------------------------------------------ */
+/* ---- numbers of 8 bits on the tensor cores, as f16 ------------------------------------- */
 
-/* Every f8e4m3 value is an f16 value, so K and V become f16 on the way from shared memory to
- * the tensor cores, q is scaled by a power of two into f16's range, and P is f16. ldmatrix
- * moves pairs of bytes. Of a 16-byte piece lane l gets dims 4 (l%4) ... + 3 of a key, but the
+/* Every f8e4m3 and every int8 is an f16, too, so K and V become f16 on the way from shared
+ * memory to the tensor cores, q is scaled by a power of two into f16's range, and P is f16.
+ * ldmatrix moves pairs of bytes. Of a 16-byte piece lane l gets dims 4 (l%4) ... + 3 of a key, but the
  * mma expects 2 (l%4), + 1, + 8, + 9; so q's dims are permuted in the same way. Of V
  * (transposed) a lane gets two dims of two keys, and the columns of a piece's two mma are its
  * even dims and its odd dims. */
 
-/* The n for which 2^n brings numbers up to `top` to about 2^14, by their exponents: exact. */
+/* Four numbers of 8 bits as f16: bytes 0, 1 and bytes 2, 3; or, with ALTERNATE, bytes 0, 2 and
+ * bytes 1, 3. Exact: a byte behind 0x64 is the f16 1024 + byte. */
+template <class C, bool ALTERNATE = false>
+__device__ __forceinline__ uint2 bytes_to_f16(uint32_t x) {
+  if constexpr (same<C, f8e4m3>) {
+    return halves_of(ALTERNATE ? __byte_perm(x, 0, 0x3120) : x);
+  } else {
+    x ^= 0x80808080u; /* adds 128 to each */
+    uint2 y = {__byte_perm(x, 0x64646464u, ALTERNATE ? 0x4240 : 0x4140),
+               __byte_perm(x, 0x64646464u, ALTERNATE ? 0x4341 : 0x4342)};
+    asm("sub.f16x2 %0, %0, %1;" : "+r"(y.x) : "r"(0x64806480u)); /* 1024 + 128 */
+    asm("sub.f16x2 %0, %0, %1;" : "+r"(y.y) : "r"(0x64806480u));
+    return y;
+  }
+}
+
+/* The n for which 2^n brings numbers up to `top` to about 2^14, by their exponents: exact. At
+ * most 100, as 2^n has to be finite. */
 __device__ __forceinline__ int f16_shift(float top) {
   int exponent = (int)(__float_as_uint(top) >> 23);
-  return exponent == 0 || exponent == 255 ? 0 : 127 + 14 - exponent;
+  return exponent == 255 ? 0 : min(127 + 14 - exponent, 100);
+}
+
+__device__ __forceinline__ float power_of_two(int n) { /* -126 ... 127 */
+  return __int_as_float((127 + n) << 23);
 }
 
 /* Scales rows of q in place and turns them from T into f16. Returns the powers of two. */
@@ -328,7 +349,7 @@ template <class T, int K> __device__ __forceinline__ int2 rows_to_f16(uint32_t (
       top[i % 2] = fmaxf(top[i % 2], fmaxf(fabsf(x.x), fabsf(x.y)));
     }
   const int2 shift = {f16_shift(warp_max<4>(top[0])), f16_shift(warp_max<4>(top[1]))};
-  const float by[2] = {ldexpf(1.f, shift.x), ldexpf(1.f, shift.y)};
+  const float by[2] = {power_of_two(shift.x), power_of_two(shift.y)};
 #pragma unroll
   for (int k = 0; k < K; k++)
 #pragma unroll

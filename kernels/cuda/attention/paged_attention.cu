@@ -19,19 +19,21 @@
  *   lse        f32           [tokens, heads]            optional
  * q, cache, prev_out and out are 16-byte aligned; head_dim is a multiple of 8 up to 256.
  *
- * Kernels   paged_decode.cuh   16-bit q, decode: tensor cores, split-KV
+ * Kernels   paged_decode.cuh   16-bit q, decode: tensor cores, split-KV; decode_copies.cuh
+ *                              copies keys, decode_rows.cuh computes
  *           paged_split.cuh    divides a decode's work; paged_combine.cuh joins the results
  *           paged_wgmma.cuh    16-bit q on Hopper, several new tokens a sequence or groups of
  *                              more than 16 heads: TMA, wgmma, split-KV where there are few
  *                              rows; wgmma_plan.cuh divides its work
  *           paged_prefill.cuh  16-bit prefill elsewhere, and other head_dims
  *           paged_mend.cuh     after both: rows in which V of unseen keys was NaN
- *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA; decode over int8
+ *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
  *           hook.cuh           all of them can be compiled with a hook at run time
  * Bytes     decode: 2 * keys * head_dim * element a KV head, once; limit: memory
  * Flops     prefill: 4 * rows * keys * head_dim a head; limit: tensor cores
- * Tolerance 16-bit: P is rounded to q's dtype before P V (in decode over f8e4m3 to f16), so
- *           2^-9 (bf16) or 2^-12 (f16) of the largest |v| plus the rounding of out; lse 1e-4.
+ * Tolerance 16-bit: P is rounded to q's dtype before P V (in decode over f8e4m3 and int8
+ *           to f16; int8's scales come in before), so 2^-9 (bf16) or 2^-12 (f16) of the
+ *           largest |v| plus the rounding of out; lse 1e-4.
  *           f32: 1e-5 relative.
  * Best      decode, H100 80GB HBM3, 2026-11-21, bf16, 32/8 heads, head_dim 128, block 16,
  *           random tables, L2 flushed, median of 30; R = read-only sum of the same run:
@@ -61,16 +63,11 @@ namespace {
 
 using hooked = kvl_hooked_attention_args;
 
-/* Does paged_f32.cuh decode a call? */
-bool decodes_in_f32(const kvl_paged_attention_args &a) {
-  return a.dtype == KVL_DTYPE_F32 || kvl__packs(a.cache.codec);
-}
-
 /* How many query rows a decode kernel packs together: a group's K and V are read once for
  * each pack. */
 int decode_rows(const kvl_paged_attention_args &a) {
   int group = (int)(a.heads / a.cache.kv_heads);
-  if (!decodes_in_f32(a)) return 16;
+  if (a.dtype != KVL_DTYPE_F32) return 16;
   return group == 1 ? 1 : group <= 4 ? 4 : 8;
 }
 
@@ -84,20 +81,24 @@ template <class S> constexpr decode_kind kind_of() {
 template <template <int> class S> decode_kind kind_of_dim(int d) {
   return d <= 64 ? kind_of<S<64>>() : d <= 128 ? kind_of<S<128>>() : kind_of<S<256>>();
 }
-template <int D> using shape_16bit = decode_shape<D, false>;
-template <int D> using shape_f8 = decode_shape<D, true>;
+template <int D> using shape_16bit = decode_shape<D, __half>;
+template <int D> using shape_f8 = decode_shape<D, f8e4m3>;
+template <int D> using shape_int8 = decode_shape<D, int8>;
 template <int D> using shape_f32 = f32_shape<float, D>;
 template <int D> using shape_f32_half = f32_shape<__half, D>;
 template <int D> using shape_f32_f8 = f32_shape<f8e4m3, D>;
 template <int D> using shape_f32_int8 = f32_shape<int8, D>;
 decode_kind decode_kind_of(const kvl_paged_attention_args &a) {
   const int d = a.cache.key.dim;
-  const bool f8 = a.cache.codec == KVL_DTYPE_F8E4M3;
-  if (kvl__packs(a.cache.codec)) return kind_of_dim<shape_f32_int8>(d);
+  const bool f8 = a.cache.codec == KVL_DTYPE_F8E4M3, packed = kvl__packs(a.cache.codec);
   if (a.dtype != KVL_DTYPE_F32)
-    return f8 ? kind_of_dim<shape_f8>(d) : kind_of_dim<shape_16bit>(d);
+    return f8       ? kind_of_dim<shape_f8>(d)
+           : packed ? kind_of_dim<shape_int8>(d)
+                    : kind_of_dim<shape_16bit>(d);
   if (a.cache.codec == KVL_DTYPE_F32) return kind_of_dim<shape_f32>(d);
-  return f8 ? kind_of_dim<shape_f32_f8>(d) : kind_of_dim<shape_f32_half>(d);
+  return f8       ? kind_of_dim<shape_f32_f8>(d)
+         : packed ? kind_of_dim<shape_f32_int8>(d)
+                  : kind_of_dim<shape_f32_half>(d);
 }
 
 /* How many rows of partial results the workspace holds. */
@@ -106,7 +107,7 @@ int64_t count_parts(const kvl_paged_attention_args &a, const split_place &p) {
 }
 /* Does a decode note rows to mend? A hook may hide a key from one head and show it to another. */
 bool decode_notes(const kvl_paged_attention_args &a, bool hooked) {
-  return hooked && !decodes_in_f32(a);
+  return hooked && a.dtype != KVL_DTYPE_F32;
 }
 size_t place_bytes(const kvl_paged_attention_args &a, const split_place &p, bool hooked) {
   const size_t notes = decode_notes(a, hooked) ? note_bytes(a) : 0;
@@ -169,22 +170,22 @@ int decode_blocks(const split_place &p, int warps) {
   return ceil_div((int64_t)p.shares * p.units.by, warps / p.team());
 }
 
-template <class T, int D, bool F8>
+template <class T, int D, class C>
 int launch_decode(const hooked &h, const kvl_cuda_queue *q) {
-  using shape = decode_shape<D, F8>;
+  using shape = decode_shape<D, C>;
   const kvl_paged_attention_args &a = h.base;
   const split_place place = decode_place(a, q->sm_count, h.hook);
   const int blocks = decode_blocks(place, shape::WARPS);
   if (h.hook) {
     hook_kernel k = {"", blocks, 1, shape::WARPS * WARP, shape::SHARED_BYTES, true};
-    snprintf(k.name, sizeof k.name, "decode_%s_%d%s", type_name<T>, D, F8 ? "_f8" : "");
+    snprintf(k.name, sizeof k.name, "decode_%s_%d%s", type_name<T>, D, codec_suffix<C>);
     int status = launch_hooked(h, k, &a, &place, q);
     return status < 0 ? status : launch_combine(a, place, q);
   }
-  int status = allow_shared<paged_decode<T, D, F8>>(q, shape::SHARED_BYTES);
-  if (status == KVL_OK) status = prefer_shared<paged_decode<T, D, F8>>(q);
+  int status = allow_shared<paged_decode<T, D, C>>(q, shape::SHARED_BYTES);
+  if (status == KVL_OK) status = prefer_shared<paged_decode<T, D, C>>(q);
   if (status < 0) return status;
-  status = launch_programmatic(paged_decode<T, D, F8>, blocks, shape::WARPS * WARP,
+  status = launch_programmatic(paged_decode<T, D, C>, blocks, shape::WARPS * WARP,
                                shape::SHARED_BYTES, q, a, place);
   return status < 0 ? status : launch_combine(a, place, q);
 }
@@ -256,11 +257,11 @@ template <class T> int launch_f32_dim(const hooked &h, const kvl_cuda_queue *q) 
 }
 
 /* A decode waits for memory, so padding its dims costs nothing. */
-template <class T, bool F8> int launch_decode_dim(const hooked &h, const kvl_cuda_queue *q) {
+template <class T, class C> int launch_decode_dim(const hooked &h, const kvl_cuda_queue *q) {
   int d = h.base.cache.key.dim;
-  if (d <= 64) return launch_decode<T, 64, F8>(h, q);
-  if (d <= 128) return launch_decode<T, 128, F8>(h, q);
-  return launch_decode<T, 256, F8>(h, q);
+  if (d <= 64) return launch_decode<T, 64, C>(h, q);
+  if (d <= 128) return launch_decode<T, 128, C>(h, q);
+  return launch_decode<T, 256, C>(h, q);
 }
 
 template <class T, class C> int launch_prefill_dim(const hooked &h, const kvl_cuda_queue *q) {
@@ -316,8 +317,9 @@ template <class T> int launch_16bit_decode(const hooked &h, const kvl_cuda_queue
   if (h.base.tree)
     return kvl_cuda::fail(KVL_ERR_UNSUPPORTED,
                           "a tree of one new token a sequence: give starts, too");
-  if (h.base.cache.codec == KVL_DTYPE_F8E4M3) return launch_decode_dim<T, true>(h, q);
-  return launch_decode_dim<T, false>(h, q);
+  if (h.base.cache.codec == KVL_DTYPE_F8E4M3) return launch_decode_dim<T, f8e4m3>(h, q);
+  if (h.base.cache.codec == KVL_CODEC_INT8) return launch_decode_dim<T, int8>(h, q);
+  return launch_decode_dim<T, T>(h, q);
 }
 
 template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
@@ -340,7 +342,6 @@ int launch(const hooked &h, const kvl_cuda_queue *q) {
   int status = KVL_ERR_UNSUPPORTED;
   if (a.listed && (a.dtype == KVL_DTYPE_F32 || kvl__packs(a.cache.codec)))
     status = launch_listed(h, q);
-  else if (!a.starts && kvl__packs(a.cache.codec)) status = launch_f32_dim<int8>(h, q);
   else if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(h, q);
   else if (a.dtype == KVL_DTYPE_F16) status = launch_16bit<__half>(h, q);
   else { KVL_CUDA_BY_CODEC(a.cache.codec, C, status = launch_f32_dim<C>(h, q);) }
@@ -355,9 +356,11 @@ extern "C" int kvl_cuda_decode_shared(void) {
   using namespace kvl;
   int most = 0;
   for (int bytes :
-       {decode_shape<64, false>::SHARED_BYTES, decode_shape<128, false>::SHARED_BYTES,
-        decode_shape<256, false>::SHARED_BYTES, decode_shape<64, true>::SHARED_BYTES,
-        decode_shape<128, true>::SHARED_BYTES, decode_shape<256, true>::SHARED_BYTES})
+       {decode_shape<64, __half>::SHARED_BYTES, decode_shape<128, __half>::SHARED_BYTES,
+        decode_shape<256, __half>::SHARED_BYTES, decode_shape<64, f8e4m3>::SHARED_BYTES,
+        decode_shape<128, f8e4m3>::SHARED_BYTES, decode_shape<256, f8e4m3>::SHARED_BYTES,
+        decode_shape<64, int8>::SHARED_BYTES, decode_shape<128, int8>::SHARED_BYTES,
+        decode_shape<256, int8>::SHARED_BYTES})
     if (bytes > most) most = bytes;
   return most;
 }

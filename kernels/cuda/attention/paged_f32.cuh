@@ -1,6 +1,6 @@
 /* Paged attention for f32 queries (decode and prefill) over a cache of any codec, in fp32 on
- * the FMA units: tf32 would lose 13 bits of q. Decode over a codec that packs numbers is here
- * for queries of any dtype.
+ * the FMA units: tf32 would lose 13 bits of q. Lists of packed tokens are here for queries of
+ * any dtype (listed_f32.cuh).
  *
  * Up to ROWS query rows that share a KV head are taken together: the heads of a group, and in
  * prefill several tokens. A key's row is spread over LANES = D / 8 lanes with 8 dims each, so

@@ -127,7 +127,7 @@ local function attention_kernel(plan, target)
   local last = is_f8 and "_f8" or is_packed and "_int8" or ""
   local mend = MEND:format(SHORT[q], last, CPP[q], CPP[kv])
   if plan.is_listed then return listed_kernel(dim, group, q, kv, last, mend) end
-  if q == "f32" or is_packed and not plan.is_prefill then
+  if q == "f32" then
     local rows = (plan.is_prefill or group > 4) and 8 or group > 1 and 4 or 1
     local size = size_for(dim, 64, 128, 256)
     local phase = plan.is_prefill and "prefill" or "decode"
@@ -146,8 +146,8 @@ local function attention_kernel(plan, target)
       CPP[kv]) .. mend
   end
   local size = size_for(dim, 64, 128, 256)
-  return "paged_decode", DECODE:format(size, tostring(is_f8), SHORT[q], size, last,
-    CPP[q], size, tostring(is_f8)) .. mend
+  return "paged_decode", DECODE:format(size, CPP[kv], SHORT[q], size, last, CPP[q], size,
+    CPP[kv]) .. mend
 end
 
 --- A hook is compiled into the attention kernel of a shape.

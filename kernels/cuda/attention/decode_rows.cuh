@@ -1,0 +1,368 @@
+/* The second half of a warp of paged_decode.cuh: the online softmax of up to 16 query rows,
+ * which are the 16 rows of every mma, over the tiles that decode_copies.cuh has copied. A
+ * lane has two of the rows: lane / 4, and 8 more.
+ *
+ * What a key may cost, with head_dim 128 on an H100 (3.09 TB/s, 1.755 GHz, 528 warp
+ * schedulers): memory brings a scheduler 264 bytes of int8 (a key of one KV head, its value
+ * and their scales) every 79 cycles, and 256 of f8e4m3 every 77. nvcc 13.0 makes 41
+ * instructions of a key of int8 (1300 for a tile of 32), of which 15 keep the integer units
+ * busy for two cycles each; the tensor cores are busy for about 16. f8e4m3: 23 and 9. */
+#ifndef KVL_CUDA_DECODE_ROWS_CUH
+#define KVL_CUDA_DECODE_ROWS_CUH
+
+#include "cuda/attention/decode_copies.cuh"
+
+namespace kvl {
+
+/* Where the scales of a tile's keys, or of its values, are in shared memory: bf16
+ * [KEYS, groups]. */
+template <int GROUPS> struct tile_scales {
+  char *const at;
+  const int groups; /* GROUPS, or 3 of 4 */
+
+  /* Those of group `group` of two neighbours, of which `key` is the even one. */
+  __device__ __forceinline__ float2 of_two(int key, int group) const {
+    constexpr __nv_bfloat16 BF16 = {};
+    if constexpr (GROUPS == 1) {
+      return unpack2(*(const uint32_t *)(at + key * 2), BF16);
+    } else if constexpr (GROUPS == 2) {
+      const uint2 words = *(const uint2 *)(at + key * 4);
+      const float2 x = unpack2(words.x, BF16), y = unpack2(words.y, BF16);
+      return group ? make_float2(x.y, y.y) : make_float2(x.x, y.x);
+    } else {
+      const __nv_bfloat16 *const x = (const __nv_bfloat16 *)at + key * groups + group;
+      return make_float2(__bfloat162float(x[0]), __bfloat162float(x[groups]));
+    }
+  }
+  __device__ __forceinline__ void clear(int key) const {
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++)
+      if (g < groups) ((uint16_t *)at)[key * groups + g] = 0;
+  }
+};
+
+/* The power of two that brings numbers up to `top` to less than 2^15, and what brings them
+ * back. top is 2^-112 or more, so that both are normal numbers. */
+constexpr float LEAST_TOP = 0x1p-112f;
+__device__ __forceinline__ float2 f16_unit(float top) {
+  const uint32_t exponent = __float_as_uint(top) & 0x7F800000u;
+  return make_float2(__uint_as_float((268u << 23) - exponent),
+                     __uint_as_float(exponent - (14u << 23)));
+}
+
+template <class T, int D, class C, class H> struct decode_rows {
+  using shape = decode_shape<D, C>;
+  static constexpr bool IN_BYTES = shape::BYTES == 1;
+  using M = std::conditional_t<IN_BYTES, __half, T>; /* the type on the tensor cores */
+  static constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES, NUMBERS = shape::NUMBERS;
+  static constexpr int STEPS = D / (2 * NUMBERS);  /* over the dims, of two pieces each */
+  static constexpr int TILES_STEP = D / 8 / STEPS; /* of an mma's results */
+  static constexpr int PIECES_GROUP = PACKED_GROUP / NUMBERS, STEPS_GROUP = PIECES_GROUP / 2;
+  using scales = tile_scales<shape::GROUPS>;
+  using tile_scores = float[KEYS / 8][4]; /* 16 rows x keys 0-7, 8-15, ... */
+
+  const kvl_paged_attention_args &a;
+  const split_place &place;
+  const H &hook;
+  const int unit, kv_head;
+  int lane;
+  const int row0, row1;
+  const score_rule rule;
+  float slope0 = 0.f, slope1 = 0.f, scale0, scale1, value_scale = 1.f;
+  uint32_t q[D / 16][4];
+  float out[D / 8][4], m0, m1, l0, l1;
+
+  __device__ __forceinline__ decode_rows(const kvl_paged_attention_args &args,
+                                         const split_place &place_, const H &hook_, int unit_,
+                                         int kv_head_)
+      : a(args), place(place_), hook(hook_), unit(unit_), kv_head(kv_head_),
+        lane(threadIdx.x % WARP), row0(lane / 4), row1(row0 + 8), rule(args),
+        scale0(rule.scale), scale1(rule.scale) {}
+
+  __device__ __forceinline__ void begin_sequence(int seq) {
+    m0 = m1 = -INFINITY;
+    l0 = l1 = 0.f;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.f;
+    const int head_dim = a.cache.key.dim;
+    const query_rows rows = unit_rows(place, seq, unit);
+    const T *const first = (const T *)a.q + (seq * a.heads + rows.head0) * head_dim;
+    const T *const q0 = row0 < rows.count ? first + row0 * head_dim : nullptr;
+    const T *const q1 = row1 < rows.count ? first + row1 * head_dim : nullptr;
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) load_query<IN_BYTES>(q[k], q0, q1, k, head_dim);
+    if (a.alibi) {
+      slope0 = q0 ? a.alibi[rows.head0 + row0] * LOG2E : 0.f;
+      slope1 = q1 ? a.alibi[rows.head0 + row1] * LOG2E : 0.f;
+    }
+    if constexpr (IN_BYTES) {
+      const int2 shift = rows_to_f16<T>(q);
+      const float k_scale = same<C, f8e4m3> && a.cache.k_scale ? a.cache.k_scale[kv_head]
+                                                               : 1.f;
+      scale0 = rule.scale * k_scale * power_of_two(-shift.x);
+      scale1 = rule.scale * k_scale * power_of_two(-shift.y);
+      if (same<C, f8e4m3> && a.cache.v_scale) value_scale = a.cache.v_scale[kv_head];
+    }
+  }
+
+  /* Attends to a tile, whose keys' positions are in `positions`. */
+  __device__ __forceinline__ void attend(char *stage, const int *positions, int seq,
+                                         int length) {
+    const uint32_t k_at = shared_address(stage), v_at = k_at + shape::TILE_BYTES;
+    tile_scores s = {};
+    if constexpr (packs<C>) {
+      const int groups = shape::GROUPS <= 2 ? shape::GROUPS : a.cache.key.groups;
+      char *const scales_at = stage + 2 * shape::TILE_BYTES;
+      const scales of_keys = {scales_at, groups};
+      const scales of_values = {scales_at + KEYS * 2 * groups, groups};
+      packed_scores(s, k_at, of_keys);
+      weigh(s, positions, seq, length);
+      asm volatile("" : "+r"(lane)); /* or registers would keep addresses from tile to tile */
+      clear_unseen(of_values, positions);
+      packed_values(s, v_at, of_values);
+    } else {
+      scores(s, k_at);
+      weigh(s, positions, seq, length);
+      values(s, v_at);
+    }
+  }
+
+  /* s += q K for keys 16 n ... + 15, in step k over the dims. */
+  __device__ __forceinline__ void add_products(tile_scores &s, uint32_t k_at, int n,
+                                               int k) const {
+    uint32_t b[4];
+    load_matrices(
+        b, k_at + tile_byte<PIECES>(n * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+    if constexpr (IN_BYTES) {
+#pragma unroll
+      for (int h = 0; h < 4; h++) {
+        const uint2 x = bytes_to_f16<C>(b[h]);
+        mma(s[2 * n + h / 2], q[2 * k + h % 2], x.x, x.y, M());
+      }
+    } else {
+      mma(s[2 * n], q[k], b[0], b[1], M());
+      mma(s[2 * n + 1], q[k], b[2], b[3], M());
+    }
+  }
+  /* s = q K, scaled. */
+  __device__ __forceinline__ void scores(tile_scores &s, uint32_t k_at) const {
+#pragma unroll
+    for (int n = 0; n < KEYS / 16; n++)
+#pragma unroll
+      for (int k = 0; k < STEPS; k++) add_products(s, k_at, n, k);
+    scale_rows(s, scale0, scale1);
+  }
+  /* The same of packed keys: each group of dims has its own sums, which the keys' scales
+   * multiply. The rows' scales come in first: a key's scale alone could lead out of f32. */
+  __device__ __forceinline__ void packed_scores(tile_scores &s, uint32_t k_at,
+                                                const scales &of_keys) const {
+#pragma unroll
+    for (int g = 0; g < shape::GROUPS; g++) {
+      if (g >= of_keys.groups) break;
+      tile_scores sums = {};
+#pragma unroll
+      for (int k = g * STEPS_GROUP; k < (g + 1) * STEPS_GROUP; k++)
+#pragma unroll
+        for (int n = 0; n < KEYS / 16; n++) add_products(sums, k_at, n, k);
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++) {
+        const float2 by = of_keys.of_two(n * 8 + lane % 4 * 2, g);
+        s[n][0] += sums[n][0] * (by.x * scale0);
+        s[n][1] += sums[n][1] * (by.y * scale0);
+        s[n][2] += sums[n][2] * (by.x * scale1);
+        s[n][3] += sums[n][3] * (by.y * scale1);
+      }
+    }
+  }
+
+  /* Has the hook change the scores of a key at position `key`, or at none (-1). */
+  __device__ __forceinline__ void call_hook(float &score0, float &score1, int key, int seq,
+                                            int length) const {
+    const int at = max(key, 0), own = length - 1;
+    const int group0 = (unit - kv_head * (int)place.subgroups.by) * place.rows;
+    const int last = place.group - 1, kv_heads = a.cache.kv_heads;
+    const hook_row of0 = {seq, kv_heads, kv_head, min(group0 + row0, last), length, own};
+    const hook_row of1 = {seq, kv_heads, kv_head, min(group0 + row1, last), length, own};
+    score0 = hook(score0, of0, at);
+    score1 = hook(score1, of1, at);
+    const query_rows rows = unit_rows(place, seq, unit);
+    const int64_t row = (int64_t)seq * a.heads + rows.head0;
+    if (key >= 0 && row0 < rows.count) keep_score(hook, row + row0, key, score0);
+    if (key >= 0 && row1 < rows.count) keep_score(hook, row + row1, key, score1);
+  }
+
+  /* Turns scaled scores into weights, and brings m, l and out to the new maximum. */
+  __device__ __forceinline__ void weigh(tile_scores &s, const int *positions, int seq,
+                                        int length) {
+    if (rule.cap != 0.f) {
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) s[n][c] = rule.cap * tanh_fast(s[n][c]);
+    }
+    float top0 = m0, top1 = m1;
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++) {
+      const int2 where = *(const int2 *)(positions + n * 8 + lane % 4 * 2);
+#pragma unroll
+      for (int c = 0; c < 2; c++) {
+        const int key = c ? where.y : where.x;
+        if (a.alibi) {
+          s[n][c] += slope0 * (float)(key - length + 1);
+          s[n][c + 2] += slope1 * (float)(key - length + 1);
+        }
+        if constexpr (H::ACTIVE) call_hook(s[n][c], s[n][c + 2], key, seq, length);
+        s[n][c] = key < 0 ? -INFINITY : s[n][c];
+        s[n][c + 2] = key < 0 ? -INFINITY : s[n][c + 2];
+        top0 = fmaxf(top0, s[n][c]);
+        top1 = fmaxf(top1, s[n][c + 2]);
+      }
+    }
+    top0 = warp_max<4>(top0);
+    top1 = warp_max<4>(top1);
+    if (__any_sync(ALL_LANES, top0 > m0 || top1 > m1)) {
+      const float down0 = exp2_fast(m0 - finite_shift(top0));
+      const float down1 = exp2_fast(m1 - finite_shift(top1));
+      m0 = top0;
+      m1 = top1;
+      l0 *= down0;
+      l1 *= down1;
+      scale_rows(out, down0, down1);
+    }
+    weigh_rows(s, finite_shift(m0), finite_shift(m1), l0, l1);
+  }
+
+  /* The weights of keys 16 k ... + 15: they already have the layout of the next mma's left
+   * operand. */
+  __device__ __forceinline__ static void pack_weights(uint32_t (&p)[4], const tile_scores &s,
+                                                      int k) {
+    p[0] = pack2(s[2 * k][0], s[2 * k][1], M());
+    p[1] = pack2(s[2 * k][2], s[2 * k][3], M());
+    p[2] = pack2(s[2 * k + 1][0], s[2 * k + 1][1], M());
+    p[3] = pack2(s[2 * k + 1][2], s[2 * k + 1][3], M());
+  }
+  /* to += P V for keys 16 k ... + 15 and two pieces of dims, in step n over these. */
+  __device__ __forceinline__ void add_values(float (*to)[4], const uint32_t (&p)[4],
+                                             uint32_t v_at, int k, int n) const {
+    uint32_t b[4];
+    load_matrices_transposed(b,
+                             v_at + tile_byte<PIECES>(k * 16 + lane % 16, 2 * n + lane / 16));
+    if constexpr (IN_BYTES) {
+#pragma unroll
+      for (int h = 0; h < 2; h++) { /* a piece has keys 0-7 and 8-15 of 16 dims */
+        const uint2 x = bytes_to_f16<C, true>(b[2 * h]);
+        const uint2 y = bytes_to_f16<C, true>(b[2 * h + 1]);
+        mma(to[2 * h], p, x.x, y.x, M());
+        mma(to[2 * h + 1], p, x.y, y.y, M());
+      }
+    } else {
+      mma(to[0], p, b[0], b[1], M());
+      mma(to[1], p, b[2], b[3], M());
+    }
+  }
+  /* out += P V */
+  __device__ __forceinline__ void values(const tile_scores &s, uint32_t v_at) {
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; k++) {
+      uint32_t p[4];
+      pack_weights(p, s, k);
+#pragma unroll
+      for (int n = 0; n < STEPS; n++) add_values(out + n * TILES_STEP, p, v_at, k, n);
+    }
+  }
+
+  /* Gives values that are not seen scales of 0, so that no NaN gets in: their weights are 0. */
+  __device__ __forceinline__ void clear_unseen(const scales &of_values,
+                                               const int *positions) const {
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++) {
+      const int key = n * 8 + lane % 4 * 2;
+      const int2 where = *(const int2 *)(positions + key);
+      if (where.x < 0) of_values.clear(key);
+      if (where.y < 0) of_values.clear(key + 1);
+    }
+    __syncwarp();
+  }
+  /* out += P V of packed values, whose scales multiply the weights. For each row and group of
+   * dims the largest product decides on a power of two by which all are brought into f16's
+   * range: what is 2^-39 of it gets lost. */
+  __device__ __forceinline__ void packed_values(const tile_scores &s, uint32_t v_at,
+                                                const scales &of_values) {
+#pragma unroll
+    for (int g = 0; g < shape::GROUPS; g++) {
+      if (g >= of_values.groups) break;
+      tile_scores p;
+      float top0 = LEAST_TOP, top1 = LEAST_TOP;
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++) {
+        const float2 by = of_values.of_two(n * 8 + lane % 4 * 2, g);
+#pragma unroll
+        for (int c = 0; c < 4; c++) p[n][c] = s[n][c] * (c % 2 ? by.y : by.x);
+        top0 = fmaxf(top0, fmaxf(fabsf(p[n][0]), fabsf(p[n][1])));
+        top1 = fmaxf(top1, fmaxf(fabsf(p[n][2]), fabsf(p[n][3])));
+      }
+      const float2 unit0 = f16_unit(warp_max<4>(top0)), unit1 = f16_unit(warp_max<4>(top1));
+      scale_rows(p, unit0.x, unit1.x);
+      uint32_t packed[2][4];
+      pack_weights(packed[0], p, 0);
+      pack_weights(packed[1], p, 1);
+#pragma unroll
+      for (int piece = g * PIECES_GROUP; piece < (g + 1) * PIECES_GROUP; piece++) {
+        static_assert(KEYS == 32, "a load has all keys");
+        uint32_t b[4]; /* keys 0-7, 8-15, ... of 16 dims */
+        load_matrices_transposed(b, v_at + tile_byte<PIECES>(lane, piece));
+        float sums[2][4] = {};
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          const uint2 x = bytes_to_f16<C, true>(b[2 * k]);
+          const uint2 y = bytes_to_f16<C, true>(b[2 * k + 1]);
+          mma(sums[0], packed[k], x.x, y.x, M());
+          mma(sums[1], packed[k], x.y, y.y, M());
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+          for (int c = 0; c < 4; c++)
+            out[2 * piece + i][c] += sums[i][c] * (c < 2 ? unit0.y : unit1.y);
+      }
+    }
+  }
+
+  /* Ends the sums over keys: l becomes the sum over all lanes of a row. */
+  __device__ __forceinline__ void end_sums() {
+    if constexpr (H::ACTIVE) { /* a head may hide what others see: see paged_mend.cuh */
+      float all[2] = {};
+#pragma unroll
+      for (int n = 0; n < D / 8; n++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) all[c / 2] += out[n][c];
+      l0 += all[0] * 0.f;
+      l1 += all[1] * 0.f;
+    }
+    l0 = warp_sum<4>(l0);
+    l1 = warp_sum<4>(l1);
+  }
+  /* Keeps the sums of the first `count` rows in memory, [16, D]. */
+  __device__ __forceinline__ void keep_sums(float *sums, int count) const {
+    auto keep = [&](int row, int c) {
+      if (row >= count) return;
+      float *const to = sums + row * D;
+#pragma unroll
+      for (int n = 0; n < D / 8; n++) { /* rotated, so that rows are in different banks */
+        if constexpr (IN_BYTES) {
+          to[dim_of<IN_BYTES>(n, 0) ^ row0 * 8] = out[n][c];
+          to[dim_of<IN_BYTES>(n, 1) ^ row0 * 8] = out[n][c + 1];
+        } else { /* neighbours */
+          *(float2 *)(to + (dim_of<IN_BYTES>(n, 0) ^ row0 * 8)) = make_float2(out[n][c],
+                                                                              out[n][c + 1]);
+        }
+      }
+    };
+    keep(row0, 0);
+    keep(row1, 2);
+  }
+};
+
+}  // namespace kvl
+
+#endif
