@@ -12,6 +12,7 @@
 --   slots    "all": the selected blocks lie in slots and nothing is in the tables;
 --            "gaps": some of them have no slot
 --   prev     joined to an attention over other keys, which saw nothing in some rows
+--   unit     queries are multiplied by it
 --   parts    the selection is dealt out to so many calls, each joined to the one before
 --   tree     the new tokens of each sequence are a random draft tree; "chain": each
 --            follows the one before
@@ -211,6 +212,7 @@ M.inputs = support.latest(function(c)
   local is_8bit = c.dtype == "f8e4m3" or c.dtype == "int8"
   local q_dtype = c.q or is_8bit and "bf16" or c.dtype or "f32"
   local q = support.randn(kv.device "cpu", q_dtype, { tokens, heads, dim }, 99)
+  if c.unit then q = (q:cast "f32" * c.unit):cast(q_dtype) end
   local alibi
   if c.alibi then
     alibi = {}

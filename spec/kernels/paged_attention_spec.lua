@@ -255,6 +255,18 @@ topic("shows large heads a draft tree over blocks of any size",
 topic("caps large heads' scores far out", with({ wide[2], wide[6], wide[15] },
   { soft_cap = 500, alibi = false }))
 
+local sizes_of_q = {}
+for _, unit in ipairs { 2 ^ -120, 2 ^ -60 } do
+  for _, dtype in ipairs { "bf16", "f8e4m3", "int8" } do
+    for _, fields in ipairs { {}, { rows = { 20, 3 } }, { listed = "shared" } } do
+      sizes_of_q[#sizes_of_q + 1] = { lens = { 90, 17 }, rows = fields.rows, group = 4,
+        listed = fields.listed, block_size = 8, head_dim = 64, dtype = dtype, q = "bf16",
+        unit = unit }
+    end
+  end
+end
+topic("takes queries that are almost nothing", sizes_of_q)
+
 local trees = {}
 for i, rows in ipairs { { 5, 1, 2 }, { 1, 64, 17 }, { 33, 9, 0 } } do
   for _, dtype in ipairs { "f32", "bf16" } do

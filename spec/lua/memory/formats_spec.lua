@@ -192,6 +192,41 @@ end)
 local CLOSE = { paged_attention = true, ["a prompt"] = true, ["listed tokens"] = true,
                 block_mean = true, score_max_qk = true }
 
+--- Numbers for pages, in which V of a token is up to 10^6 times as large as that of
+-- another, or as small; positive: its magnitudes.
+local function wild_values(positive)
+  local list = support.randn(cpu, "f32", { BLOCKS, 2, KV_HEADS, SIZE, DIM }, 3):list()
+  for i, x in ipairs(list) do
+    local row = math.floor((i - 1) / DIM)
+    if math.floor(row / (KV_HEADS * SIZE)) % 2 == 1 then
+      list[i] = (positive and math.abs(x) or x) * 10 ^ (row * 7 % 13 - 6)
+    end
+  end
+  return list
+end
+
+--- A device's attention is off by no more than a share of the magnitudes that a row sums.
+local function reads_wild_values(dev)
+  for _, starts in ipairs { false, { 0, 20, 27 } } do
+    for _, rows in ipairs { "f16", "bf16" } do
+      local heads, tokens = KV_HEADS * GROUP, starts and 27 or #LENS
+      local q = support.randn(cpu, rows, { tokens, heads, DIM }, 4)
+      local function attend(on, positive)
+        local memory, of = support.int8_pages(kv.from(on, "f32",
+          { BLOCKS, 2, KV_HEADS, SIZE, DIM }, wild_values(positive)))
+        local tables, lens = lists(on)
+        return kv.ops.paged_attention { cache = memory, format = of, tables = tables,
+          lens = lens, starts = starts and kv.from(on, "i32", { 3 }, starts) or nil,
+          q = q:to(on), out = kv.zeros(on, "f32", { tokens, heads, DIM }) }:to(cpu):list()
+      end
+      local most, want, got = attend(cpu, true), attend(cpu), attend(dev)
+      for i, x in ipairs(want) do
+        assert.is_true(math.abs(got[i] - x) <= 2 ^ -6 * most[i], rows .. i)
+      end
+    end
+  end
+end
+
 describe("int8 on a GPU #gpu", function()
   if not kv.cuda_available() then return end
   local cuda = kv.device "cuda"
@@ -204,20 +239,26 @@ describe("int8 on a GPU #gpu", function()
   end)
   it("is rotated and packed as by two ops", function()
     for _, rows in ipairs { "f32", "f16", "bf16" } do
-      local dims = { 2, KV_HEADS, DIM }
-      local k, positions = support.randn(cuda, rows, dims, 1),
-        kv.from(cuda, "i32", { 2 }, { 5, 9 })
-      local freq, places = kv.from(cuda, "f32", { 2 }, { 1, 0.5 }),
-        kv.from(cuda, "i64", { 2 }, { 90, 17 })
-      local one, of = pages(cuda)
-      local two, q = pages(cuda), support.randn(cuda, rows, dims, 2)
-      local turned = k:clone()
-      kv.ops.rope_append(q:clone(), k, k, positions, freq, places, one, of)
-      kv.check(kv.C.kvl_rope(turned, positions, freq))
-      kv.ops.append_kv(turned, k, places, two, of)
-      support.equal(one, two, rows)
+      for _, pairs_count in ipairs { 2, 12, DIM / 2 } do
+        local dims = { 2, KV_HEADS, DIM }
+        local k, positions = support.randn(cuda, rows, dims, 1),
+          kv.from(cuda, "i32", { 2 }, { 5, 9 })
+        local freq, places = kv.rand(cuda, "f32", { pairs_count }, { seed = 8 }),
+          kv.from(cuda, "i64", { 2 }, { 90, 17 })
+        local one, of = pages(cuda)
+        local two, q = pages(cuda),
+          support.randn(cuda, rows, { 2, KV_HEADS * GROUP, DIM }, 2)
+        local turned, turned_q, what = k:clone(), q:clone(), rows .. pairs_count
+        kv.ops.rope_append(q, k, k, positions, freq, places, one, of)
+        kv.check(kv.C.kvl_rope(turned, positions, freq))
+        kv.check(kv.C.kvl_rope(turned_q, positions, freq))
+        kv.ops.append_kv(turned, k, places, two, of)
+        support.equal(one, two, what)
+        support.equal(q, turned_q, what)
+      end
     end
   end)
+  it("reads V of any sizes", function() reads_wild_values(cuda) end)
   for name, run in pairs(OPS) do
     if name ~= "rope_append" then it("gives " .. name .. " what the CPU gives", function()
       for _, rows in ipairs { "f32", "f16", "bf16" } do
