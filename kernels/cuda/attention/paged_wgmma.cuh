@@ -336,9 +336,10 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
     return;
   }
   registers_give<shape::GIVE>();
-  if constexpr (shape::F8) {
+  if constexpr (shape::BYTES) {
     if (warpgroup > 0) {
-      if (warp % 4 < 2) convert_tiles<shape, false>(memory, warp % 2);
+      if constexpr (shape::PACKED) convert_packed<T, shape>(memory, warp % 4);
+      else if (warp % 4 < 2) convert_tiles<shape, false>(memory, warp % 2);
       else convert_tiles<shape, true>(memory, warp % 2);
       return;
     }
