@@ -23,7 +23,7 @@
  *                              rows; wgmma_plan.cuh divides its work
  *           paged_prefill.cuh  16-bit prefill elsewhere, and other head_dims
  *           paged_mend.cuh     after both: rows in which V of unseen keys was NaN
- *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA; decode over int8
+ *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA; other decodes over int8
  *           hook.cuh           all of them can be compiled with a hook at run time
  * Bytes     decode: 2 * keys * head_dim * element a KV head, once; limit: memory
  * Flops     prefill: 4 * rows * keys * head_dim a head; limit: tensor cores
@@ -278,7 +278,7 @@ template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cud
         a, plan, true, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
           hook_kernel k = {"", grid, 1, shape::THREADS, shape::SHARED_BYTES, programmatic};
           snprintf(k.name, sizeof k.name, "wgmma_%s_%d%s", type_name<T>, D,
-                   shape::F8 ? "_f8" : "");
+                   codec_suffix<typename shape::C>);
           return launch_hooked(h, k, &a, &map, q, &plan);
         });
   });
@@ -333,7 +333,9 @@ int launch(const hooked &h, const kvl_cuda_queue *q) {
   if (!aligned16(a.q, a.cache.memory, a.prev_out, a.out))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
   int status = KVL_ERR_UNSUPPORTED;
-  if (!a.starts && kvl__packs(a.cache.codec)) status = launch_f32_dim<int8>(h, q);
+  const bool packed_decode = !a.starts && kvl__packs(a.cache.codec);
+  if (packed_decode && !wgmma_takes(a, q->device, h.hook))
+    status = launch_f32_dim<int8>(h, q);
   else if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(h, q);
   else if (a.dtype == KVL_DTYPE_F16) status = launch_16bit<__half>(h, q);
   else { KVL_CUDA_BY_CODEC(a.cache.codec, C, status = launch_f32_dim<C>(h, q);) }

@@ -106,9 +106,9 @@ local function attention_kernel(plan, target)
   local is_f8 = kv == "f8e4m3"
   local last = is_f8 and "_f8" or is_packed and "_int8" or ""
   local mend = MEND:format(SHORT[q], last, CPP[q], CPP[kv])
-  if plan.is_prefill and target == "sm_90a" and WGMMA_DIMS[dim] and not is_packed then
-    return "paged_wgmma", WGMMA:format(dim, tostring(is_f8), SHORT[q], dim, last,
-      CPP[q]) .. mend
+  if plan.is_prefill and target == "sm_90a" and WGMMA_DIMS[dim] then
+    local element = last == "" and "void" or CPP[kv]
+    return "paged_wgmma", WGMMA:format(dim, element, SHORT[q], dim, last, CPP[q]) .. mend
   end
   if plan.is_prefill then
     local size = size_for(dim, 64, 96, 128, 192, 256)
