@@ -465,8 +465,10 @@ bool check(const shape_case &c, const version &v, const kvl_cuda_queue *q) {
   bool ok = worst <= tolerance && worst_lse <= 1e-4;
   if (!ok)
     printf("WRONG %s D %d, %s%s, block %d, %s: out %g lse %g\n", v.name, v.head_dim, c.name,
-           c.packed ? ", int8" : c.f8 ? ", f8" : "", c.block_size, std::is_same_v<T, bf16> ? "bf16" : "f16", worst,
-           worst_lse);
+           c.packed ? ", int8"
+           : c.f8   ? ", f8"
+                    : "",
+           c.block_size, std::is_same_v<T, bf16> ? "bf16" : "f16", worst, worst_lse);
   return ok;
 }
 
