@@ -351,7 +351,7 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
     else if (warp == 3) find_work<shape>(a, plan, memory);
     return;
   }
-  constexpr bool BOXES = shape::HAS_BY_ROW && !H::ACTIVE; /* nothing else comes here */
+  constexpr bool BOXES = shape::BOXES && !H::ACTIVE; /* nothing else comes here */
   if (!BOXES && warp < 2 && plan.box == 0) {
     bring_rows<shape>(a, plan, memory, warp == 1, 0);
   } else if (warp == 0) bring_tiles<shape, false>(a, map, plan, memory);

@@ -58,9 +58,13 @@ inline bool wgmma_takes(const kvl_paged_attention_args &a, int device, bool hook
   if (!is_hopper_device(device) || a.dtype == KVL_DTYPE_F32) return false;
   if (c.codec != a.dtype && kvl__bits(c.codec) != 8) return false;
   if (d != 64 && d != 96 && d != 128 && d != 192 && d != 256) return false;
-  const int64_t most_rows = kvl__packs(c.codec) ? INT_MAX : UINT32_MAX;
-  if (!wgmma_boxes(c) && c.blocks * c.bytes_page / c.key.bytes_row >= most_rows)
-    return false; /* more rows than a producer can number */
+  const bool packs = kvl__packs(c.codec);
+  if (!wgmma_boxes(c)) {
+    if (packs && !hooked) return false;
+    const int64_t most_rows = packs ? INT_MAX : UINT32_MAX;
+    if (c.blocks * c.bytes_page / c.key.bytes_row >= most_rows)
+      return false; /* more rows than a producer can number */
+  }
   if (hooked) return a.starts;
   return (a.starts || a.tree || a.heads / c.kv_heads > 16) && a.scale > 1e-6f;
 }

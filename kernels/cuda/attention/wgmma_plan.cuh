@@ -32,7 +32,8 @@ namespace kvl {
  * C: what the cache holds; void: q's dtype. Four more warps turn tiles of 8-bit numbers into
  * what is multiplied: f8e4m3 into f16, int8 with its scales into q's dtype.
  * BY_ROW: four more warps copy the rows of blocks that TMA cannot. Where there is no such
- * shape (over 8 bits, at head_dim 256) and with a hook, two of the producers do it. */
+ * shape (over 8 bits, at head_dim 256) and with a hook, two of the producers do it. Over int8,
+ * where only memory of the host needs it, the shape is for boxes unless there is a hook. */
 template <int D_, bool FEW_ = false, class C_ = void, bool BY_ROW_ = false>
 struct wgmma_shape {
   using C = C_;
@@ -41,7 +42,7 @@ struct wgmma_shape {
   static constexpr bool F8 = same<C, f8e4m3>, PACKED = packs<C>, BYTES = F8 || PACKED;
   static constexpr bool FEW = FEW_, BY_ROW = BY_ROW_, LESS = FEW && !BYTES;
   static constexpr bool FOURTH = BYTES || BY_ROW; /* a warpgroup more */
-  static constexpr bool HAS_BY_ROW = !BYTES && D <= 192;
+  static constexpr bool HAS_BY_ROW = !BYTES && D <= 192, BOXES = HAS_BY_ROW || PACKED;
   static_assert(!BY_ROW || HAS_BY_ROW, "no room for the copying warps");
   /* With a fourth warpgroup ptxas has 128 registers, too few for a product of 256 columns.
    * At head_dim 64 softmax takes longer than the products, and three consumers hide more. */
