@@ -2,19 +2,19 @@
  *
  * f8e4m3 becomes f16, which is exact. Two warps take a tile of K, and two a tile of V: each
  * takes half of the keys. int8 times its scale is rounded once, to q's dtype, as a cache of that
- * dtype would hold it. That takes longer, so all four warps take a quarter of the same tile: K,
- * then V of the tile before, in which order consumers need them and give room back.
+ * dtype would hold it. That takes longer, so all four warps share each tile: K of a tile, then V
+ * of the tile before, which is the order in which consumers need them and give room back.
  *
  * They need no memory of their own. A warp's share arrives in the upper half of its room, as
  * atoms [8, ATOM] of bytes. A step reads 512 bytes and writes their 1024, from the lowest on;
  * what it overwrites was read in this step or before.
  *
- * Budget    int8, head_dim 128: two tiles of 128 keys in about 2900 cycles, so that two
- *           consumers reach 660 TFLOP/s; each scheduler has one of the four warps. A step of 16
- *           numbers a lane needs about 55 issue slots (16 prmt, 16 fma, 8 cvt, 4 xor, the rest
- *           copies and scales), and 56 cycles of the unit that does prmt, xor and cvt at half
- *           rate. A tile's quarter has 8 steps: 900 of 2900 slots, beside 600 of the softmax,
- *           and 450 cycles from the arrival of a tile until it is handed over. */
+ * Budget    int8, head_dim 128: two consumers that reach 660 TFLOP/s take a tile of K and one of
+ *           V, 128 keys each, in about 2900 cycles. Each scheduler has one of the four warps. A
+ *           step turns 16 numbers a lane in 51 issue slots (16 prmt, 16 fma, 8 cvt, 4 xor; the
+ *           rest are copies and scales); prmt, xor and cvt have half rate and take 56 cycles. A
+ *           quarter of a tile has 8 steps. So a warp needs about 900 of 2900 issue slots, beside
+ *           about 600 of the softmax, and hands a tile over about 600 cycles after it came. */
 #ifndef KVL_CUDA_WGMMA_CONVERT_CUH
 #define KVL_CUDA_WGMMA_CONVERT_CUH
 
