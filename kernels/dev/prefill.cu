@@ -397,6 +397,13 @@ int launch_hooked(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   return launch_hooked_shape<T, wgmma_shape<D>, H>(a, q);
 }
 
+template <class T, int D>
+int launch_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  return with_wgmma_codec(a, [&](auto codec) {
+    return launch_wgmma_dim<T, typename decltype(codec)::C, D>(a, q);
+  });
+}
+
 struct version {
   const char *name;
   int head_dim;
@@ -405,21 +412,16 @@ struct version {
 /* -DONLY=128 compiles and runs wgmma with this head_dim alone. */
 const version versions[] = {
 #ifdef ONLY
-    {"wgmma", ONLY, launch_wgmma_dim<bf16, ONLY>, launch_wgmma_dim<__half, ONLY>,
+    {"wgmma", ONLY, launch_dim<bf16, ONLY>, launch_dim<__half, ONLY>,
      launch_hooked<bf16, ONLY>},
 #else
     {"mma.sync", 128, launch_mma<bf16, 128>, launch_mma<__half, 128>},
     {"mma.sync", 64, launch_mma<bf16, 64>, launch_mma<__half, 64>},
-    {"wgmma", 128, launch_wgmma_dim<bf16, 128>, launch_wgmma_dim<__half, 128>,
-     launch_hooked<bf16, 128>},
-    {"wgmma", 64, launch_wgmma_dim<bf16, 64>, launch_wgmma_dim<__half, 64>,
-     launch_hooked<bf16, 64>},
-    {"wgmma", 96, launch_wgmma_dim<bf16, 96>, launch_wgmma_dim<__half, 96>,
-     launch_hooked<bf16, 96>},
-    {"wgmma", 192, launch_wgmma_dim<bf16, 192>, launch_wgmma_dim<__half, 192>,
-     launch_hooked<bf16, 192>},
-    {"wgmma", 256, launch_wgmma_dim<bf16, 256>, launch_wgmma_dim<__half, 256>,
-     launch_hooked<bf16, 256>},
+    {"wgmma", 128, launch_dim<bf16, 128>, launch_dim<__half, 128>, launch_hooked<bf16, 128>},
+    {"wgmma", 64, launch_dim<bf16, 64>, launch_dim<__half, 64>, launch_hooked<bf16, 64>},
+    {"wgmma", 96, launch_dim<bf16, 96>, launch_dim<__half, 96>, launch_hooked<bf16, 96>},
+    {"wgmma", 192, launch_dim<bf16, 192>, launch_dim<__half, 192>, launch_hooked<bf16, 192>},
+    {"wgmma", 256, launch_dim<bf16, 256>, launch_dim<__half, 256>, launch_hooked<bf16, 256>},
 #endif
 };
 

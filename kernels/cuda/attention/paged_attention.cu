@@ -299,7 +299,9 @@ template <class T> int launch_hooked_mend(const hooked &h, const kvl_cuda_queue 
 template <class T> int launch_16bit_prefill(const hooked &h, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
   if (wgmma_takes(a, q->device, h.hook)) {
-    if (!h.hook) return launch_wgmma<T>(a, q);
+    if (!h.hook)
+      return with_wgmma_codec(
+          a, [&](auto codec) { return launch_wgmma<T, typename decltype(codec)::C>(a, q); });
     return with_wgmma_dim(a.cache.key.dim,
                           [&](auto dim) { return launch_hooked_wgmma<T, dim.value>(h, q); });
   }

@@ -214,11 +214,17 @@ auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
       return few ? f(wgmma_shape<D, true, C, true>()) : f(wgmma_shape<D, false, C, true>());
   return few ? f(wgmma_shape<D, true, C>()) : f(wgmma_shape<D, false, C>());
 }
+template <class C_> struct wgmma_codec { using C = C_; };
+template <class F> auto with_wgmma_codec(const kvl_paged_attention_args &a, F f) {
+  if (a.cache.codec == KVL_CODEC_INT8) return f(wgmma_codec<int8>());
+  if (a.cache.codec == KVL_CODEC_F8E4M3) return f(wgmma_codec<f8e4m3>());
+  return f(wgmma_codec<void>());
+}
 template <int D, class F>
 auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
-  if (a.cache.codec == KVL_CODEC_INT8) return with_wgmma_shape<D, int8>(a, hooked, f);
-  if (a.cache.codec == KVL_CODEC_F8E4M3) return with_wgmma_shape<D, f8e4m3>(a, hooked, f);
-  return with_wgmma_shape<D, void>(a, hooked, f);
+  return with_wgmma_codec(a, [&](auto codec) {
+    return with_wgmma_shape<D, typename decltype(codec)::C>(a, hooked, f);
+  });
 }
 
 /* The bytes of the workspace of a call that wgmma_takes. */
@@ -232,18 +238,18 @@ inline size_t wgmma_bytes(const kvl_paged_attention_args &a, int device, int sm_
   });
 }
 
-template <class T, int D>
+template <class T, class C, int D>
 int launch_wgmma_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  return with_wgmma_shape<D>(a, false, [&](auto shape) {
+  return with_wgmma_shape<D, C>(a, false, [&](auto shape) {
     if (a.alibi || a.soft_cap > 0.f || a.tree)
       return launch_shape<T, decltype(shape), true>(a, q);
     return launch_shape<T, decltype(shape), false>(a, q);
   });
 }
 
-/* Launches a call that wgmma_takes. instances/paged_wgmma_f16.cu and paged_wgmma_bf16.cu
- * define it, one each, so that the kernels are compiled side by side. */
-template <class T>
+/* Launches a call that wgmma_takes; C as in wgmma_shape. instances/paged_wgmma_*.cu define it,
+ * so that the kernels are compiled side by side. */
+template <class T, class C>
 int launch_wgmma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q);
 
 }  // namespace kvl
