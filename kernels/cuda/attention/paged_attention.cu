@@ -283,7 +283,7 @@ template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cud
         a, plan, true, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
           hook_kernel k = {"", grid, 1, shape::THREADS, shape::SHARED_BYTES, programmatic};
           snprintf(k.name, sizeof k.name, "wgmma_%s_%d%s", type_name<T>, D,
-                   shape::F8 ? "_f8" : "");
+                   codec_suffix<typename shape::C>);
           return launch_hooked(h, k, &a, &map, q, &plan);
         });
   });
@@ -304,7 +304,9 @@ template <class T> int launch_hooked_mend(const hooked &h, const kvl_cuda_queue 
 template <class T> int launch_16bit_prefill(const hooked &h, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
   if (wgmma_takes(a, q->device, h.hook)) {
-    if (!h.hook) return launch_wgmma<T>(a, q);
+    if (!h.hook)
+      return with_wgmma_codec(
+          a, [&](auto codec) { return launch_wgmma<T, typename decltype(codec)::C>(a, q); });
     return with_wgmma_dim(a.cache.key.dim,
                           [&](auto dim) { return launch_hooked_wgmma<T, dim.value>(h, q); });
   }

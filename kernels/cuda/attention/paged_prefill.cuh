@@ -1,5 +1,5 @@
 /* Flash attention of many query rows over paged KV on the tensor cores (mma.sync), for 16-bit
- * q and a cache of q's dtype or f8e4m3: for everything that paged_wgmma.cuh does not take.
+ * q and a cache of q's dtype, f8e4m3 or int8: for everything that paged_wgmma.cuh does not take.
  *
  * A thread block takes 128 query rows that share a KV head: 128 / group tokens with all heads
  * of the group, so short chunks fill a tile, and K and V are fetched once for the group. Each

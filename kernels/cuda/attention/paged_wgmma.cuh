@@ -1,5 +1,5 @@
-/* Flash attention over paged KV for Hopper: 16-bit q, a cache of q's dtype or f8e4m3, head_dim
- * 64, 96, 128, 192 or 256, blocks of any size; several new tokens a sequence, or one of more
+/* Flash attention over paged KV for Hopper: 16-bit q, a cache of q's dtype, f8e4m3 or int8,
+ * head_dim 64, 96, 128, 192 or 256, blocks of any size; several new tokens a sequence, or one of more
  * than 16 query heads on a KV head. paged_decode.cuh and paged_prefill.cuh do everything else.
  *
  * A thread block stays on its SM and takes item after item: query rows that share a KV head
@@ -11,8 +11,9 @@
  *               S = Q K^T and O += P V by wgmma, and the softmax in between in registers
  *   copiers     one, if blocks are no multiple of 8 tokens or lie in host memory: two warps
  *               copy the rows of K and two those of V
- *   converters  one, over f8e4m3: it turns the tiles that were brought into f16. Then Q and P
- *               are f16, too, and Q is scaled by a power of two
+ *   converters  one, over 8-bit numbers. It turns tiles of f8e4m3 into f16; then Q and P are
+ *               f16, too, and Q is scaled by a power of two. It turns tiles of int8, which come
+ *               with their scales, into q's dtype
  * Keys are taken from the last to the first, so the tiles with a causal mask come first and
  * the loop over the others has no mask.
  *
@@ -26,10 +27,10 @@
  * weights are computed at once.
  *
  * Flops     4 * head_dim * heads * seen pairs of row and key
- * Bytes     2 * keys * head_dim * 2 per item, from L2
+ * Bytes     2 * keys * head_dim * element per item, from L2
  * Limit     tensor cores; with few rows memory
- * Tolerance P is rounded to q's dtype (over f8e4m3 to f16) before P V, as in paged_prefill.cuh.
- *           Soft caps: 7e-7 of a score, or 2e-7 of the cap where scores are near the cap
+ * Tolerance P is rounded to q's dtype (over f8e4m3 to f16) before P V, as in paged_prefill.cuh;
+ *           int8 times its scale is rounded to q's dtype, too. Soft caps: 7e-7 of a score, or 2e-7 of the cap where scores are near the cap
  * Best      H200, 2026-11-22, kernels/dev/prefill.cu: bf16, 32/8 heads, head_dim 128, block 16,
  *           random tables, TFLOP/s; in brackets the version before on this machine:
  *             causal 4K  636   8K  690   16K  738 (636)   32K  677 (612)   cuDNN 584, 595
@@ -336,9 +337,10 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
     return;
   }
   registers_give<shape::GIVE>();
-  if constexpr (shape::F8) {
+  if constexpr (shape::BYTES) {
     if (warpgroup > 0) {
-      if (warp % 4 < 2) convert_tiles<shape, false>(memory, warp % 2);
+      if constexpr (shape::PACKED) convert_packed<T, shape>(memory, warp % 4);
+      else if (warp % 4 < 2) convert_tiles<shape, false>(memory, warp % 2);
       else convert_tiles<shape, true>(memory, warp % 2);
       return;
     }
@@ -349,7 +351,7 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
     else if (warp == 3) find_work<shape>(a, plan, memory);
     return;
   }
-  constexpr bool BOXES = shape::HAS_BY_ROW && !H::ACTIVE; /* nothing else comes here */
+  constexpr bool BOXES = shape::BOXES && !H::ACTIVE; /* nothing else comes here */
   if (!BOXES && warp < 2 && plan.box == 0) {
     bring_rows<shape>(a, plan, memory, warp == 1, 0);
   } else if (warp == 0) bring_tiles<shape, false>(a, map, plan, memory);

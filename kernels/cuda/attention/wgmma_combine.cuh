@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     }
     if (mends && is_first && !hooked) {
       const mend_row again(a, row);
-      compute_row<T, std::conditional_t<shape::F8, f8e4m3, T>>(a, again, no_hook());
+      compute_row<T, typename shape::template cache<T>>(a, again, no_hook());
     }
   }
   wait_for_previous();

@@ -11,15 +11,15 @@
 namespace kvl {
 
 /* Maps the cache as [strips of all blocks, block_size / 8, PARTS, 8, ATOM], so that a box of
- * `groups` times eight tokens arrives as [groups, PARTS] atoms; those of f8e4m3 are not
- * swizzled. Copies of single rows need no map. */
+ * `groups` times eight tokens arrives as [groups, PARTS] atoms; 8-bit numbers are not
+ * swizzled, and scales of packed ones lie outside. Copies of single rows need no map. */
 template <class T, class shape>
 int map_cache(const kvl_pages &c, int groups, CUtensorMap *map) {
   if (groups == 0) {
     *map = {};
     return KVL_OK;
   }
-  const cuuint64_t bytes = shape::F8 ? 1 : 2, bytes_row = c.key.bytes_row;
+  const cuuint64_t bytes = shape::BYTES ? 1 : 2, bytes_row = c.key.bytes_row;
   const cuuint64_t parts = shape::PARTS;
   const cuuint64_t dims[5] = {shape::ATOM, 8, parts, (cuuint64_t)c.block_size / 8,
                               (cuuint64_t)c.blocks * kvl__strips(&c)};
@@ -29,11 +29,11 @@ int map_cache(const kvl_pages &c, int groups, CUtensorMap *map) {
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   const CUresult r = encode_map()(
       map,
-      shape::F8                   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+      shape::BYTES                ? CU_TENSOR_MAP_DATA_TYPE_UINT8
       : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       5, c.memory, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      shape::F8           ? CU_TENSOR_MAP_SWIZZLE_NONE
+      shape::BYTES        ? CU_TENSOR_MAP_SWIZZLE_NONE
       : shape::ATOM == 64 ? CU_TENSOR_MAP_SWIZZLE_128B
                           : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -56,10 +56,15 @@ inline bool wgmma_takes(const kvl_paged_attention_args &a, int device, bool hook
   const kvl_pages &c = a.cache;
   const int d = c.key.dim;
   if (!is_hopper_device(device) || a.dtype == KVL_DTYPE_F32) return false;
-  if (c.codec != a.dtype && c.codec != KVL_CODEC_F8E4M3) return false;
+  if (c.codec != a.dtype && kvl__bits(c.codec) != 8) return false;
   if (d != 64 && d != 96 && d != 128 && d != 192 && d != 256) return false;
-  if (!wgmma_boxes(c) && c.blocks * c.bytes_page / c.key.bytes_row >= (int64_t)UINT32_MAX)
-    return false; /* more rows than a producer can number */
+  const bool packs = kvl__packs(c.codec);
+  if (!wgmma_boxes(c)) {
+    if (packs && !hooked) return false;
+    const int64_t most_rows = packs ? INT_MAX : UINT32_MAX;
+    if (c.blocks * c.bytes_page / c.key.bytes_row >= most_rows)
+      return false; /* more rows than a producer can number */
+  }
   if (hooked) return a.starts;
   return (a.starts || a.tree || a.heads / c.kv_heads > 16) && a.scale > 1e-6f;
 }
@@ -98,8 +103,8 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
   const int heads_each = group < shape::ROWS ? group : shape::ROWS;
   plan = {};
   plan.by_block = divisor(a.cache.block_size);
-  /* A box of f8e4m3 lies in a half of a tile. */
-  const int most_keys = shape::F8 ? shape::KEYS / 2 : shape::KEYS;
+  /* A box lies in one share. */
+  const int most_keys = shape::KEYS / shape::SHARES;
   plan.box = wgmma_boxes(a.cache) ? common_divisor(a.cache.block_size, most_keys) / 8 : 0;
   plan.tokens_tile = a.starts ? shape::ROWS / heads_each : 1;
   plan.by_tile = divisor(plan.tokens_tile);
@@ -122,7 +127,7 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
     if (tiles < plan.shares) plan.shares = (int)tiles;
     plan.rows = (int)(a.tokens < plan.tokens_tile ? a.tokens : plan.tokens_tile) * heads_each;
     /* A share reads at least 8 times the bytes of its partial result. */
-    const int bytes = (shape::F8 ? 2 : 4) * shape::KEYS; /* a tile's, for one dim */
+    const int bytes = (shape::BYTES ? 2 : 4) * shape::KEYS; /* a tile's, for one dim */
     plan.least = (8 * 4 * plan.rows + bytes - 1) / bytes;
     const size_t parts = (size_t)2 * plan.shares * plan.side * plan.rows;
     plan.out = (float *)at;
@@ -132,7 +137,7 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
            (plan.entries + 1) * sizeof(uint32_t);
   }
   /* As many KV heads at once as half of the L2 holds, if these are enough to do. */
-  const int64_t bytes = room * shape::D * (shape::F8 ? 2 : 4);
+  const int64_t bytes = room * shape::D * (shape::BYTES ? 2 : 4);
   int64_t section = l2_bytes(device) / 2 / (bytes > 0 ? bytes : 1) * plan.subgroups;
   const int64_t enough = (4 * sm_count + busy - 1) / busy;
   if (section < enough) section = enough;
@@ -169,7 +174,7 @@ int launch_planned(const kvl_paged_attention_args &a, const wgmma_plan &plan, bo
   const int64_t items = (int64_t)plan.entries * plan.lanes;
   status = start(items < q->sm_count ? (int)items : q->sm_count, false, map);
   if (status < 0 || hooked) return status;
-  return launch_mend<T, std::conditional_t<shape::F8, f8e4m3, T>>(a, q);
+  return launch_mend<T, typename shape::template cache<T>>(a, q);
 }
 
 template <class T, class shape, bool BIASED>
@@ -199,18 +204,27 @@ template <class F> auto with_wgmma_dim(int dim, F f) {
   return f(std::integral_constant<int, 256>());
 }
 
-/* The result of f with the shape for a call that wgmma_takes. A hook is compiled for one. */
+/* The result of f with the shape for a call that wgmma_takes; C as in wgmma_shape. A hook is
+ * compiled for one. */
+template <int D, class C, class F>
+auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
+  const bool few = !hooked && few_rows(a, wgmma_shape<D, true, C>::ROWS);
+  if constexpr (wgmma_shape<D, false, C>::HAS_BY_ROW)
+    if (!hooked && !wgmma_boxes(a.cache))
+      return few ? f(wgmma_shape<D, true, C, true>()) : f(wgmma_shape<D, false, C, true>());
+  return few ? f(wgmma_shape<D, true, C>()) : f(wgmma_shape<D, false, C>());
+}
+template <class C_> struct wgmma_codec { using C = C_; };
+template <class F> auto with_wgmma_codec(const kvl_paged_attention_args &a, F f) {
+  if (a.cache.codec == KVL_CODEC_INT8) return f(wgmma_codec<int8>());
+  if (a.cache.codec == KVL_CODEC_F8E4M3) return f(wgmma_codec<f8e4m3>());
+  return f(wgmma_codec<void>());
+}
 template <int D, class F>
 auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
-  const bool f8 = a.cache.codec == KVL_DTYPE_F8E4M3;
-  const bool few = !hooked && few_rows(a, f8 ? wgmma_shape<D, true, true>::ROWS
-                                             : wgmma_shape<D, true>::ROWS);
-  if (f8) return few ? f(wgmma_shape<D, true, true>()) : f(wgmma_shape<D, false, true>());
-  if constexpr (D <= 192)
-    if (!hooked && !wgmma_boxes(a.cache))
-      return few ? f(wgmma_shape<D, true, false, true>())
-                 : f(wgmma_shape<D, false, false, true>());
-  return few ? f(wgmma_shape<D, true>()) : f(wgmma_shape<D>());
+  return with_wgmma_codec(a, [&](auto codec) {
+    return with_wgmma_shape<D, typename decltype(codec)::C>(a, hooked, f);
+  });
 }
 
 /* The bytes of the workspace of a call that wgmma_takes. */
@@ -224,18 +238,18 @@ inline size_t wgmma_bytes(const kvl_paged_attention_args &a, int device, int sm_
   });
 }
 
-template <class T, int D>
+template <class T, class C, int D>
 int launch_wgmma_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  return with_wgmma_shape<D>(a, false, [&](auto shape) {
+  return with_wgmma_shape<D, C>(a, false, [&](auto shape) {
     if (a.alibi || a.soft_cap > 0.f || a.tree)
       return launch_shape<T, decltype(shape), true>(a, q);
     return launch_shape<T, decltype(shape), false>(a, q);
   });
 }
 
-/* Launches a call that wgmma_takes. instances/paged_wgmma_f16.cu and paged_wgmma_bf16.cu
- * define it, one each, so that the kernels are compiled side by side. */
-template <class T>
+/* Launches a call that wgmma_takes; C as in wgmma_shape. instances/paged_wgmma_*.cu define it,
+ * so that the kernels are compiled side by side. */
+template <class T, class C>
 int launch_wgmma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q);
 
 }  // namespace kvl

@@ -1,6 +1,6 @@
 /* The shared memory of a thread block of paged_wgmma.cuh, its barriers, and the warps that
  * fill it: one finds the work, one brings K, one V and one Q. wgmma_convert.cuh has those that
- * turn f8e4m3 into f16. */
+ * turn 8-bit numbers into 16-bit ones. */
 #ifndef KVL_CUDA_WGMMA_MEMORY_CUH
 #define KVL_CUDA_WGMMA_MEMORY_CUH
 
@@ -20,13 +20,13 @@ struct alignas(16) wgmma_row {
 
 /* The layout: Q [Q_STAGES, consumers, PARTS, 64, ATOM], K and V [STAGES, GROUPS, PARTS, 8,
  * ATOM], all in swizzled atoms; then what each consumer's warp writes, a part at a time [16,
- * 64]. */
+ * 64]; then scales of packed K and V [STAGES, KEYS, SCALES]. */
 template <class shape> struct wgmma_memory {
   static constexpr int STAGES = shape::STAGES, QS = shape::Q_STAGES, SLOTS = 4;
   static constexpr int CONSUMER_WARPS = 4 * shape::CONSUMERS;
   static constexpr int COPIERS = shape::COPIERS;
-  static constexpr int READERS = CONSUMER_WARPS + 1 + 2 * COPIERS + 4 * shape::F8;
-  static constexpr int BARRIERS = (shape::F8 ? 6 : 4) * STAGES + 2 * QS + 2 * SLOTS + 1;
+  static constexpr int READERS = CONSUMER_WARPS + 1 + 2 * COPIERS + 4 * shape::BYTES;
+  static constexpr int BARRIERS = (shape::BYTES ? 6 : 4) * STAGES + 2 * QS + 2 * SLOTS + 1;
   /* What consumers know of a tile: the positions of its keys (NO_KEYS or more: there is no
    * such key), and the first and last of them (the last is INT_MAX when some keys do not
    * exist), from each of the warps that copy K. */
@@ -34,8 +34,8 @@ template <class shape> struct wgmma_memory {
   int2 spans[COPIERS][STAGES];
   /* What converters know of a tile of K or V: nothing is to be changed, or which signs are to
    * be and how many keys of each eight are to be kept. */
-  uint32_t changes[shape::F8 ? 2 : 1][STAGES];
-  int8_t kept[shape::F8 ? 2 : 1][STAGES][shape::GROUPS];
+  uint32_t changes[shape::BYTES ? 2 : 1][STAGES];
+  int8_t kept[shape::BYTES ? 2 : 1][STAGES][shape::GROUPS];
   wgmma_row rows[shape::ROWS]; /* of each consumer's present item; with a bias */
   wgmma_work work[SLOTS];
   float scale; /* turns what a consumer's products are into scores in base 2 */
@@ -53,6 +53,9 @@ template <class shape> struct wgmma_memory {
   __device__ uint32_t out(int warp) const {
     return k(2 * STAGES) + warp * shape::OUT_WARP_BYTES;
   }
+  __device__ uint32_t tile_scales(bool of_v, int s) const {
+    return out(CONSUMER_WARPS) + (of_v * STAGES + s) * shape::SCALES_BYTES;
+  }
   __device__ uint32_t k_full(int s) const { return barrier(s); }
   __device__ uint32_t v_full(int s) const { return barrier(STAGES + s); }
   __device__ uint32_t k_empty(int s) const { return barrier(2 * STAGES + s); }
@@ -65,18 +68,20 @@ template <class shape> struct wgmma_memory {
   __device__ uint32_t came(bool v, int s) const { return side() + 8 * (1 + v * STAGES + s); }
   /* Of K or V: where a producer tells that a tile is in shared memory, and so on. */
   __device__ uint32_t brought(bool of_v, int s) const {
-    return shape::F8 ? came(of_v, s) : of_v ? v_full(s) : k_full(s);
+    return shape::BYTES ? came(of_v, s) : of_v ? v_full(s) : k_full(s);
   }
+  __device__ uint32_t full(bool of_v, int s) const { return of_v ? v_full(s) : k_full(s); }
   __device__ uint32_t empty(bool of_v, int s) const { return of_v ? v_empty(s) : k_empty(s); }
   __device__ uint32_t tile(bool of_v, int s) const { return of_v ? v(s) : k(s); }
 
   __device__ void init(const wgmma_plan &plan, float scale_) {
     scale = scale_;
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(k_full(i), shape::F8 ? 2 : COPIERS * WARP);
-      barrier_init(v_full(i), shape::F8 ? 2 : plan.box == 0 ? COPIERS * WARP : 1);
-      if (shape::F8) barrier_init(came(false, i), WARP);
-      if (shape::F8) barrier_init(came(true, i), WARP);
+      const bool by_row = plan.box == 0;
+      barrier_init(k_full(i), shape::BYTES ? shape::SHARES : COPIERS * WARP);
+      barrier_init(v_full(i), shape::BYTES ? shape::SHARES : by_row ? COPIERS * WARP : 1);
+      if (shape::BYTES) barrier_init(came(false, i), WARP);
+      if (shape::BYTES) barrier_init(came(true, i), WARP);
       barrier_init(k_empty(i), CONSUMER_WARPS);
       barrier_init(v_empty(i), CONSUMER_WARPS);
     }
@@ -173,16 +178,18 @@ struct key_scale {
 constexpr uint32_t CHANGE_NOTHING = 1; /* other changes are signs of four numbers */
 
 /* Tells the converters what to change in a tile: lane g has the group that begins at
- * `position`. */
+ * `position`. Keys that do not exist must become 0 where they would reach a sum: V always,
+ * and packed K, whose scales do not come then. */
 template <class shape>
 __device__ __forceinline__ void tell_changes(bool V, const key_scale &scale,
                                              const wgmma_work &w, wgmma_memory<shape> &memory,
                                              int s, int position, bool whole) {
   const int lane = threadIdx.x % WARP;
-  const bool zero = V ? position >= NO_KEYS : scale.none;
+  const bool by_position = V || shape::PACKED;
+  const bool zero = by_position ? position >= NO_KEYS : scale.none;
   if (lane < shape::GROUPS)
-    memory.kept[V][s][lane] = zero ? 0 : V ? min(8, w.length - position) : 8;
-  const bool as_it_is = V ? whole : !scale.none && scale.signs == 0;
+    memory.kept[V][s][lane] = zero ? 0 : by_position ? min(8, w.length - position) : 8;
+  const bool as_it_is = by_position ? whole : !scale.none && scale.signs == 0;
   if (lane == 0) memory.changes[V][s] = as_it_is ? CHANGE_NOTHING : V ? 0 : scale.signs;
 }
 
@@ -215,9 +222,15 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
       /* Keys past the end have weight 0, but 0 * NaN is NaN: in a block that was copied, their
        * V must be cleared. */
       const bool copied = __shfl_sync(ALL_LANES, there, leader);
-      const uint32_t clear = V && !shape::F8 ? __ballot_sync(ALL_LANES, lane < GROUPS &&
-                                                                            copied && !filled)
-                                             : 0;
+      const uint32_t clear = V && !shape::BYTES
+                                 ? __ballot_sync(ALL_LANES,
+                                                 lane < GROUPS && copied && !filled)
+                                 : 0;
+      const bool leads = lane < GROUPS && g == leader;
+      int bytes = GROUPS * shape::CAME_GROUP_BYTES;
+      if constexpr (shape::PACKED) /* scales come for boxes that exist */
+        bytes += __popc(__ballot_sync(ALL_LANES, leads && there)) * plan.box *
+                 shape::SCALES_GROUP_BYTES;
       const int s = step % STAGES;
       const uint32_t to = memory.tile(V, s);
       const uint32_t full = memory.brought(V, s);
@@ -233,13 +246,18 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
         if (lane == 0) memory.spans[0][s].x = position;
         if (lane == GROUPS - 1) memory.spans[0][s].y = whole ? position + 7 : INT_MAX;
       }
-      if constexpr (shape::F8)
+      if constexpr (shape::BYTES)
         tell_changes(V, key_scale(a, w.kv_head), w, memory, s, position, whole);
-      if (lane == 0) barrier_arrive_expect(arrive, GROUPS * shape::CAME_GROUP_BYTES);
-      else if (!V || shape::F8) barrier_arrive(full);
+      if (lane == 0) barrier_arrive_expect(arrive, bytes);
+      else if (!V || shape::BYTES) barrier_arrive(full);
       __syncwarp();
-      if (lane < GROUPS && g == leader)
-        copy_box(to + shape::came(g), &map, from, row, arrive);
+      if (leads) copy_box(to + shape::came(g), &map, from, row, arrive);
+      if constexpr (shape::PACKED)
+        if (leads && there)
+          copy_bytes(memory.tile_scales(V, s) + g * shape::SCALES_GROUP_BYTES,
+                     (const char *)a.cache.memory + row * a.cache.key.bytes +
+                         a.cache.key.scales + from * shape::SCALES_GROUP_BYTES,
+                     plan.box * shape::SCALES_GROUP_BYTES, arrive);
       next = look_up(tile - 1);
       if (!clear) continue;
       barrier_wait(memory.side(), side_parity);
@@ -268,9 +286,9 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
                            wgmma_memory<shape> &memory, bool V, int share) {
   constexpr int KEYS = shape::KEYS, STAGES = shape::STAGES, MINE = KEYS / shape::COPIERS;
   constexpr int EACH = (MINE + WARP - 1) / WARP;
-  constexpr int ROW_BYTES = shape::F8 ? shape::D : 2 * shape::D;
-  constexpr int ATOM_ROW = shape::F8 ? shape::ATOM : 2 * shape::ATOM; /* bytes */
-  constexpr int IN_ATOM = ATOM_ROW / 16, ROWS = WARP / IN_ATOM;       /* of one copy */
+  constexpr int ROW_BYTES = shape::BYTES ? shape::D : 2 * shape::D;
+  constexpr int ATOM_ROW = shape::BYTES ? shape::ATOM : 2 * shape::ATOM; /* bytes */
+  constexpr int IN_ATOM = ATOM_ROW / 16, ROWS = WARP / IN_ATOM;          /* of one copy */
   constexpr int AHEAD = STAGES > 2 ? 2 : 1;
   constexpr uint32_t NO_ROW = ~0u;
   const int lane = threadIdx.x % WARP, block_size = a.cache.block_size;
@@ -281,9 +299,16 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
 #pragma unroll
   for (int i = 0; i < 2; i++)
     places[i] = r / 8 * shape::CAME_GROUP_BYTES +
-                (shape::F8 ? (r % 8 + 4 * i) * ATOM_ROW + piece * 16
-                           : swizzled<IN_ATOM>((r + 4 * i) % 8, piece));
+                (shape::BYTES ? (r % 8 + 4 * i) * ATOM_ROW + piece * 16
+                              : swizzled<IN_ATOM>((r + 4 * i) % 8, piece));
   const char *const cache = (const char *)a.cache.memory;
+  /* Row `row` of all strips begins here; scales lie between strips. */
+  auto row_at = [&](uint32_t row) {
+    int64_t at = (int64_t)row * ROW_BYTES;
+    if (shape::PACKED)
+      at += (int64_t)plan.by_block.quotient(row) * block_size * (2 * shape::SCALES);
+    return at;
+  };
   uint32_t step = 0, handed = 0;
   auto hand_over = [&] {
     fence_async();
@@ -311,6 +336,32 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
                                        token;
       }
     };
+    /* The scales of eight keys lie side by side; a lane copies 16 bytes. */
+    auto copy_scales = [&](int s) {
+      if constexpr (shape::PACKED) {
+        int first = NO_KEYS;
+        bool whole = true;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+          constexpr int PIECES = 4 * shape::SCALES; /* of WARP keys */
+          const uint32_t found = __shfl_sync(ALL_LANES, row[j],
+                                             lane % PIECES / shape::SCALES * 8);
+          const bool there = found != NO_ROW;
+          const uint32_t own = there ? found : 0;
+          const int64_t at = ((int64_t)plan.by_block.quotient(own) + 1) * block_size *
+                                 ROW_BYTES +
+                             (int64_t)own * (2 * shape::SCALES);
+          if (lane < PIECES)
+            copy_async(memory.tile_scales(V, s) + (j * PIECES + lane) * 16,
+                       cache + at + lane % shape::SCALES * 16, there);
+          const int begin = __shfl_sync(ALL_LANES, position[j], lane % 4 * 8);
+          if (lane / 4 == j) first = begin;
+          whole = whole && position[j] != NO_KEYS;
+        }
+        whole = __all_sync(ALL_LANES, whole);
+        tell_changes(V, key_scale(a, w.kv_head), w, memory, s, first, whole);
+      }
+    };
     look_up(w.tiles - 1);
     for (int tile = w.tiles - 1; tile >= 0; tile--) {
       const int s = step % STAGES;
@@ -330,12 +381,12 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
       }
       if constexpr (shape::F8)
         tell_changes(V, key_scale(a, w.kv_head), w, memory, s, 0, true);
+      if constexpr (shape::PACKED) copy_scales(s);
 #pragma unroll
       for (int first = 0; first < MINE; first += ROWS) {
         const uint32_t found = __shfl_sync(ALL_LANES, row[first / WARP], first % WARP + r);
         const bool there = found != NO_ROW;
-        const char *const from = cache + (int64_t)(there ? found : 0) * ROW_BYTES +
-                                 piece * 16;
+        const char *const from = cache + row_at(there ? found : 0) + piece * 16;
         const uint32_t at = to + shape::came(mine / 8 + first / 8) + places[first % 8 / 4];
 #pragma unroll
         for (int part = 0; part < shape::PARTS; part++)

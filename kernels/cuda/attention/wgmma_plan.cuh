@@ -21,26 +21,32 @@
 #include "cuda/block_scan.cuh"
 #include "cuda/divide.cuh"
 #include "cuda/hopper.cuh"
+#include "cuda/strip.cuh"
 #include "cuda/attention/paged_output.cuh"
 
 namespace kvl {
 
-/* FEW: for divided work of at most 128 query rows an item (over f8e4m3 64, and one consumer),
+/* FEW: for divided work of at most 128 query rows an item (over 8 bits 64, and one consumer),
  * which waits for memory. Over 16-bit KV no more than 64 to 128 KiB are under way on an SM then:
  * with more, SMs that are near to the memory run ahead, and the others end later.
- * F8: the cache is f8e4m3, and four more warps turn its tiles into f16.
+ * C: what the cache holds; void: q's dtype. Four more warps turn tiles of 8-bit numbers into
+ * what is multiplied: f8e4m3 into f16, int8 with its scales into q's dtype.
  * BY_ROW: four more warps copy the rows of blocks that TMA cannot. Where there is no such
- * shape (over f8e4m3, at head_dim 256) and with a hook, two of the producers do it. */
-template <int D_, bool FEW_ = false, bool F8_ = false, bool BY_ROW_ = false>
+ * shape (over 8 bits, at head_dim 256) and with a hook, two of the producers do it. Over int8,
+ * where only memory of the host needs it, the shape is for boxes unless there is a hook. */
+template <int D_, bool FEW_ = false, class C_ = void, bool BY_ROW_ = false>
 struct wgmma_shape {
+  using C = C_;
+  template <class T> using cache = std::conditional_t<same<C, void>, T, C>; /* q is T */
   static constexpr int D = D_;
-  static constexpr bool FEW = FEW_, F8 = F8_, BY_ROW = BY_ROW_, LESS = FEW && !F8;
-  static constexpr bool FOURTH = F8 || BY_ROW; /* a warpgroup more */
-  static constexpr bool HAS_BY_ROW = !F8 && D <= 192;
+  static constexpr bool F8 = same<C, f8e4m3>, PACKED = packs<C>, BYTES = F8 || PACKED;
+  static constexpr bool FEW = FEW_, BY_ROW = BY_ROW_, LESS = FEW && !BYTES;
+  static constexpr bool FOURTH = BYTES || BY_ROW; /* a warpgroup more */
+  static constexpr bool HAS_BY_ROW = !BYTES && D <= 192, BOXES = HAS_BY_ROW || PACKED;
   static_assert(!BY_ROW || HAS_BY_ROW, "no room for the copying warps");
   /* With a fourth warpgroup ptxas has 128 registers, too few for a product of 256 columns.
    * At head_dim 64 softmax takes longer than the products, and three consumers hide more. */
-  static constexpr int CONSUMERS = F8 && (FEW || D > 192)       ? 1
+  static constexpr int CONSUMERS = BYTES && (FEW || D > 192)    ? 1
                                    : D == 64 && !FEW && !FOURTH ? 3
                                                                 : 2;
   static constexpr int ROWS = 64 * CONSUMERS;
@@ -76,17 +82,25 @@ struct wgmma_shape {
   static constexpr int ATOM = D % 64 ? 32 : 64, PARTS = D / ATOM, ATOM_BYTES = 16 * ATOM;
   static constexpr int GROUPS = KEYS / 8; /* of eight keys */
   static constexpr int GROUP_BYTES = PARTS * ATOM_BYTES, TILE_BYTES = GROUPS * GROUP_BYTES;
-  /* Each half of a tile of f8e4m3 arrives in the upper half of its room. */
-  static constexpr int CAME_GROUP_BYTES = F8 ? GROUP_BYTES / 2 : GROUP_BYTES;
+  /* So many warps turn a tile of 8-bit numbers; each warp's share of the bytes arrives in the
+   * upper half of the share's room. */
+  static constexpr int SHARES = PACKED ? 4 : F8 ? 2 : 1, SHARE_GROUPS = GROUPS / SHARES;
+  static constexpr int SHARE_BYTES = TILE_BYTES / SHARES;
+  static constexpr int CAME_GROUP_BYTES = BYTES ? GROUP_BYTES / 2 : GROUP_BYTES;
   static __device__ __forceinline__ int came(int group) {
-    if (!F8) return group * GROUP_BYTES;
-    const int half = group / (GROUPS / 2);
-    return (2 * half + 1) * (TILE_BYTES / 4) + group % (GROUPS / 2) * CAME_GROUP_BYTES;
+    if (!BYTES) return group * GROUP_BYTES;
+    const int share = group / SHARE_GROUPS;
+    return (2 * share + 1) * (SHARE_BYTES / 2) + group % SHARE_GROUPS * CAME_GROUP_BYTES;
   }
+  /* bf16 scales of a packed key, of eight keys and of a tile. */
+  static constexpr int SCALES = PACKED ? (D + PACKED_GROUP - 1) / PACKED_GROUP : 0;
+  static constexpr int SCALES_GROUP_BYTES = 16 * SCALES;
+  static constexpr int SCALES_BYTES = GROUPS * SCALES_GROUP_BYTES;
   static constexpr int Q_ROWS_BYTES = 64 * D * 2, Q_BYTES = CONSUMERS * Q_ROWS_BYTES;
   /* One KiB is for alignment: dynamic shared memory need not begin at an atom. */
   static constexpr int SHARED_BYTES = Q_STAGES * Q_BYTES + 2 * STAGES * TILE_BYTES +
-                                      4 * CONSUMERS * OUT_WARP_BYTES + 1024;
+                                      4 * CONSUMERS * OUT_WARP_BYTES +
+                                      2 * STAGES * SCALES_BYTES + 1024;
 };
 
 constexpr int NO_KEYS = INT_MAX - 8; /* the position of keys that do not exist */

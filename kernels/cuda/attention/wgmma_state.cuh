@@ -328,7 +328,7 @@ __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
                                              const wgmma_work &w, int tile, int r0,
                                              const H &hook, float scale,
                                              wgmma_state<M, shape> &x) {
-  using C = std::conditional_t<shape::F8, f8e4m3, T>;
+  using C = typename shape::template cache<T>;
   const query_rows rows = w.rows();
   const int D = shape::D, block_size = a.cache.block_size, pair = threadIdx.x % 4 * 2;
   const score_rule rule(a);
@@ -352,7 +352,14 @@ __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
     const T *q = (const T *)a.q + (rows.token(own) * a.heads + rows.head(own)) * D;
     float s = 0.f;
 #pragma unroll 1
-    for (int d = 0; d < D; d++) s += to_float(q[d]) * to_float(k[d]);
+    for (int d = 0; d < D; d++) {
+      float x = to_float(k[d]);
+      if constexpr (shape::PACKED) /* as the converters do */
+        x = to_float(from_float<T>(
+            x * scale_of(a.cache.key, kvl__keys_of(&a.cache, max(at.physical, 0), w.kv_head),
+                         token, d)));
+      s += to_float(q[d]) * x;
+    }
     if (shape::F8) s *= by;
     if (BIASED) s = rule(s);
     if (BIASED && a.alibi)

@@ -1,13 +1,20 @@
-/* The kernels of paged_wgmma.cuh for q in f16. */
+/* The kernels of paged_wgmma.cuh for q in f16, over f16 and f8e4m3. */
 #include "args/attention.h"
 #include "../wgmma_launch.cuh"
 
 namespace kvl {
 
 template <>
-int launch_wgmma<__half>(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  return with_wgmma_dim(a.cache.key.dim,
-                        [&](auto dim) { return launch_wgmma_dim<__half, dim.value>(a, q); });
+int launch_wgmma<__half, void>(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  return with_wgmma_dim(a.cache.key.dim, [&](auto dim) {
+    return launch_wgmma_dim<__half, void, dim.value>(a, q);
+  });
+}
+template <>
+int launch_wgmma<__half, f8e4m3>(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  return with_wgmma_dim(a.cache.key.dim, [&](auto dim) {
+    return launch_wgmma_dim<__half, f8e4m3, dim.value>(a, q);
+  });
 }
 
 }  // namespace kvl

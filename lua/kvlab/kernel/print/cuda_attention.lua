@@ -136,9 +136,9 @@ local function attention_kernel(plan, target)
       plan.is_prefill and "int subgroups" or "kvl::split_place place", phase, CPP[kv],
       size, rows, second)
   end
-  if plan.is_prefill and target == "sm_90a" and WGMMA_DIMS[dim] and not is_packed then
-    return "paged_wgmma", WGMMA:format(dim, tostring(is_f8), SHORT[q], dim, last,
-      CPP[q]) .. mend
+  if plan.is_prefill and target == "sm_90a" and WGMMA_DIMS[dim] then
+    local element = last == "" and "void" or CPP[kv]
+    return "paged_wgmma", WGMMA:format(dim, element, SHORT[q], dim, last, CPP[q]) .. mend
   end
   if plan.is_prefill then
     local size = size_for(dim, 64, 96, 128, 192, 256)

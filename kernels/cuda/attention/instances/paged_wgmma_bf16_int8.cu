@@ -1,0 +1,15 @@
+/* The kernels of paged_wgmma.cuh for q in bf16, over int8. */
+#include "args/attention.h"
+#include "../wgmma_launch.cuh"
+
+namespace kvl {
+
+template <>
+int launch_wgmma<__nv_bfloat16, int8>(const kvl_paged_attention_args &a,
+                                      const kvl_cuda_queue *q) {
+  return with_wgmma_dim(a.cache.key.dim, [&](auto dim) {
+    return launch_wgmma_dim<__nv_bfloat16, int8, dim.value>(a, q);
+  });
+}
+
+}  // namespace kvl

@@ -1,0 +1,14 @@
+/* The kernels of paged_wgmma.cuh for q in f16, over int8. */
+#include "args/attention.h"
+#include "../wgmma_launch.cuh"
+
+namespace kvl {
+
+template <>
+int launch_wgmma<__half, int8>(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  return with_wgmma_dim(a.cache.key.dim, [&](auto dim) {
+    return launch_wgmma_dim<__half, int8, dim.value>(a, q);
+  });
+}
+
+}  // namespace kvl
