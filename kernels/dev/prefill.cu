@@ -578,6 +578,10 @@ std::vector<shape_case> check_cases(int d) {
     for (int tokens : {200, 2})
       add("pinned", {601, 300}, {tokens, 9},
           [=](shape_case &c) { c.pinned = true, c.block_size = size; });
+  for (int size : {8, 16, 64})
+    for (int tokens : {200, 2})
+      add("pinned, hook", {601, 300}, {tokens, 9},
+          [=](shape_case &c) { c.pinned = c.hooked = true, c.block_size = size; });
   for (float std : {1e-4f, 1e-30f})
     add("small queries", {700, 300}, {100, 2}, [=](shape_case &c) { c.q_std = std; });
   add("any block size, not causal", {601, 300}, {200, 300},
@@ -587,7 +591,8 @@ std::vector<shape_case> check_cases(int d) {
   for (size_t i = 0; i < count; i++) {
     cases.push_back(cases[i]);
     cases.back().f8 = true;
-    if (cases[i].block_size % 8) continue;
+    /* wgmma_takes leaves the others to paged_prefill.cuh. */
+    if (cases[i].block_size % 8 || (cases[i].pinned && !cases[i].hooked)) continue;
     cases.push_back(cases[i]);
     cases.back().packed = true;
   }
