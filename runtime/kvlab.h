@@ -481,7 +481,7 @@ int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
  *  selection  i32  [seqs, kv_heads or 1, max_selected]  logical blocks in ascending order,
  *                  padded with -1; NULL: every block
  *  listed     i32  [tokens, kv_heads or 1, max_selected]  the tokens that each row of q reads,
- *                  by their number in its sequence, in any order, such as those that an
+ *                  by their index in its sequence, in any order, such as those that an
  *                  indexer selects; -1, and any other number that is no token which the row
  *                  may see, adds nothing. A token that is listed twice counts twice. Instead
  *                  of a selection. NULL: no list

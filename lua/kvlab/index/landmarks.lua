@@ -327,7 +327,7 @@ local WANT = { k = options.required(options.callable),
                sink = options.required(options.whole),
                recent = options.required(options.whole) }
 
---- The tokens with the best logits for each row of ctx.query, by their number in its
+--- The tokens with the best logits for each row of ctx.query, by their index in its
 -- sequence: i32 [rows, 1, k], padded with -1. The result is valid until the next call.
 ---@param want table  the same table in every call: k(length), how many tokens to select
 --                    of a sequence; sink, recent: how many blocks' tokens come first

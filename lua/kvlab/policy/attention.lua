@@ -404,7 +404,7 @@ function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, p
 end
 
 --- Attention of ctx.query over listed tokens: for each row of q, or for each row and KV
--- head, tokens of its sequence by their number in it, in any order; -1, and a token that
+-- head, tokens of its sequence by their index, in any order; -1, and a token that
 -- the row may not see, adds nothing. KV must be on the device, because what crosses a
 -- link are whole blocks.
 ---@param listed kvlab.Tensor  i32 [rows, kv_heads or 1, n]

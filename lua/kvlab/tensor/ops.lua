@@ -201,7 +201,7 @@ local PAGED = {
 --- Attention over paged KV.
 ---@param a table  q, cache, tables, lens; starts; selection (of blocks), or listed: i32
 --                 [tokens, kv_heads or 1, n], the tokens that each row of q reads, by
---                 their number in its sequence, -1: none; slots, alibi, prev_out and
+--                 their index in its sequence, -1: none; slots, alibi, prev_out and
 --                 prev_lse, format (of cache), lse, scale (1 / sqrt(head_dim)), causal
 --                 (true), window (0: none), soft_cap (0: none), tree: u64 [tokens,
 --                 words], which of its sequence's newest 64 * words keys a row sees (bit
