@@ -51,7 +51,6 @@ template <int D, class C, class H> struct decode_copies {
   const int lane, kv_head;
   const uint32_t ring_at;
   int *const positions; /* [STAGES, KEYS]: of the ring's keys; -1: not seen */
-  int *const lengths;   /* of up to 32 sequences */
   const bool runs, few; /* a lane looks up eight keys; there are up to 32 sequences */
   const int log_batch;  /* looked up at once: 32 runs of keys, which are 2^n tiles */
   const char *const cache;
@@ -68,17 +67,18 @@ template <int D, class C, class H> struct decode_copies {
 
   __device__ __forceinline__ decode_copies(const kvl_paged_attention_args &args,
                                            const split_place &place_, uint32_t *sums,
-                                           int kv_head_, uint32_t ring, int *positions_,
-                                           int *lengths_)
+                                           int kv_head_, uint32_t ring, int *positions_)
       : a(args), place(place_), plan(args, place_, sums), lane(threadIdx.x % WARP),
-        kv_head(kv_head_), ring_at(ring), positions(positions_), lengths(lengths_),
+        kv_head(kv_head_), ring_at(ring), positions(positions_),
         runs(packs<C> || args.cache.block_size % 8 == 0), few(place_.chunks == 1),
         log_batch(runs ? 8 - KEYS_LOG : 5 - KEYS_LOG), cache((const char *)args.cache.memory),
         to_value(kvl__to_value(&args.cache, kv_head_)), head_dim(args.cache.key.dim),
         row_bytes(args.cache.key.bytes_row), once(read_once()) {}
 
+  /* All lanes call it: of up to 32 sequences, each has the length of one. (In shared memory,
+   * ptxas 13.0 read that of the sequence after in one kernel.) */
   __device__ __forceinline__ int length_of(int seq) const {
-    return few ? lengths[seq] : a.lens[seq];
+    return few ? __shfl_sync(ALL_LANES, plan.early, seq) : a.lens[seq];
   }
   __device__ __forceinline__ paged_keys keys_ahead() const {
     return paged_keys(a, ahead_seq, kv_head, window_begin(a, ahead_length - 1), ahead_length);
@@ -88,8 +88,6 @@ template <int D, class C, class H> struct decode_copies {
    * the share begins. */
   __device__ __forceinline__ int find_share(uint32_t share, int member, uint32_t &seq_begin) {
     plan.make();
-    if (few) lengths[lane] = plan.early;
-    __syncwarp();
     const bool has_share = share < plan.shares;
     share_begin = has_share ? plan.begin(share) : 0;
     share_end = has_share ? plan.begin(share + 1) : 0;

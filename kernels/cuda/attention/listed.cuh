@@ -47,11 +47,10 @@ template <class By = divisor> struct listed_keys {
   }
   __device__ int64_t to_value() const { return kvl__to_value(&a.cache, kv_head); }
 
-  /* The number of entry `key`'s token in its sequence; -1: the row sees no such token. */
-  __device__ int token_of(int key) const {
-    const int index = key < keys ? list[key] : -1;
-    return sight.sees(a, index) ? index : -1;
-  }
+  /* What entry `key` says, without waiting for it; and the index that this is, -1 if the row
+   * sees no such token. */
+  __device__ int entry_of(int key) const { return key < keys ? list[key] : -1; }
+  __device__ int token_of(int entry) const { return sight.sees(a, entry) ? entry : -1; }
   /* Its block, unchecked, without waiting for the value that the table has. */
   __device__ int block_of(int key, int index) const {
     return index < 0 ? -1 : slots ? slots[key] : table[block.quotient(index)];
@@ -63,7 +62,7 @@ template <class By = divisor> struct listed_keys {
     return {kvl__row_at(&a.cache, &a.cache.key, physical, kv_head, token), index, token};
   }
   __device__ paged_row find(int key) const {
-    const int index = token_of(key);
+    const int index = token_of(entry_of(key));
     return row_of(index, block_of(key, index));
   }
 };

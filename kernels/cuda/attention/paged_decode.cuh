@@ -39,7 +39,6 @@ template <class S> struct decode_memory {
   uint32_t sums[PLAN_CHUNKS];
   float2 states[S::WARPS][S::ROWS]; /* (m, l) of the warps' rows, */
   int sums_at[S::WARPS];            /* and the stages with their sums */
-  int lengths[S::WARPS][WARP];      /* of up to 32 sequences */
 };
 
 /* Which task a warp's team has, and the warp's place in the team. */
@@ -79,8 +78,7 @@ template <class T, int D, class C, class H> struct decode_warp {
       : a(args), place(place_), memory(memory_), shared(shared_), task(place_),
         copies(args, place_, memory_.sums, task.kv_head,
                shared_address(shared_ + task.warp * STAGES * shape::STAGE_BYTES),
-               (int *)(shared_ + shape::RING_BYTES) + task.warp * STAGES * shape::KEYS,
-               memory_.lengths[task.warp]),
+               (int *)(shared_ + shape::RING_BYTES) + task.warp * STAGES * shape::KEYS),
         rows(args, place_, hook, task.unit, task.kv_head) {}
 
   __device__ __forceinline__ char *stage_memory(int stage) const {
@@ -120,7 +118,7 @@ template <class T, int D, class C, class H> struct decode_warp {
       copies.fetch(0);
       copy_commit();
       if constexpr (!BEGINS_LATE) begin_sequence();
-      if (!early || !__any_sync(ALL_LANES, length_now != copies.lengths[lane] ||
+      if (!early || !__any_sync(ALL_LANES, length_now != copies.plan.early ||
                                                physical_now != guess.physical))
         break;
       copy_wait<0>();
