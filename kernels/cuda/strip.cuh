@@ -49,6 +49,15 @@ __device__ __forceinline__ pack<typename read_type<C>::type, N> load_row(const k
   }
 }
 
+/* The result of f with the element type of a codec, element<C>: of those whose numbers are no
+ * floats of 16 or 32 bits, or of such a float, for which Own stands. */
+template <class C_> struct element { using C = C_; };
+template <class Own, class F> auto with_codec(int codec, F f) {
+  if (codec == KVL_CODEC_F8E4M3) return f(element<f8e4m3>());
+  if (codec == KVL_CODEC_INT8) return f(element<int8>());
+  return f(element<Own>());
+}
+
 }  // namespace kvl
 
 /* Runs the code with C the element type of a codec. */

@@ -172,18 +172,19 @@ template <class Args> int append_rows(const Args &a, const kvl_cuda_queue *q) {
   if (a.tokens == 0 || a.cache.kv_heads == 0) return KVL_OK;
   if (!aligned16(a.k, a.v, a.cache.memory))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
-  int status = KVL_OK;
-  if (a.cache.codec == KVL_DTYPE_F8E4M3) {
-    KVL_CUDA_BY_FLOAT(a.dtype, From, { status = start_append<From, f8e4m3>(a, q); })
-  } else if (a.cache.codec == KVL_CODEC_INT8) {
-    KVL_CUDA_BY_FLOAT(a.dtype, From, { status = start_append<From, int8>(a, q); })
-  } else {
-    KVL_CUDA_BY_FLOAT(a.cache.codec, To, {
-      if (a.dtype == a.cache.codec) status = start_append<To, To>(a, q);
-      else status = start_append<float, To>(a, q);
-    })
-  }
-  return status;
+  return with_codec<void>(a.cache.codec, [&](auto of) -> int {
+    using C = typename decltype(of)::C;
+    int status = KVL_OK;
+    if constexpr (same<C, void>) {
+      KVL_CUDA_BY_FLOAT(a.cache.codec, To, {
+        if (a.dtype == a.cache.codec) status = start_append<To, To>(a, q);
+        else status = start_append<float, To>(a, q);
+      })
+    } else {
+      KVL_CUDA_BY_FLOAT(a.dtype, From, { status = start_append<From, C>(a, q); })
+    }
+    return status;
+  });
 }
 
 }  // namespace kvl

@@ -73,32 +73,25 @@ int decode_rows(const kvl_paged_attention_args &a) {
 
 /* The shape of the decode kernel for a call; the size of the workspace depends on it, too. */
 struct decode_kind {
-  int tile_keys, warps, blocks, most_team; /* blocks: per SM at once */
+  int tile_keys, warps, blocks, most_team, bytes_shared; /* blocks: per SM at once */
 };
 template <class S> constexpr decode_kind kind_of() {
-  return {S::KEYS, S::WARPS, S::BLOCKS, S::TEAM};
+  return {S::KEYS, S::WARPS, S::BLOCKS, S::TEAM, S::SHARED_BYTES};
 }
-template <template <int> class S> decode_kind kind_of_dim(int d) {
-  return d <= 64 ? kind_of<S<64>>() : d <= 128 ? kind_of<S<128>>() : kind_of<S<256>>();
+template <template <int, class> class S, class C> decode_kind kind_of_dim(int d) {
+  return d <= 64    ? kind_of<S<64, C>>()
+         : d <= 128 ? kind_of<S<128, C>>()
+                    : kind_of<S<256, C>>();
 }
-template <int D> using shape_16bit = decode_shape<D, __half>;
-template <int D> using shape_f8 = decode_shape<D, f8e4m3>;
-template <int D> using shape_int8 = decode_shape<D, int8>;
-template <int D> using shape_f32 = f32_shape<float, D>;
-template <int D> using shape_f32_half = f32_shape<__half, D>;
-template <int D> using shape_f32_f8 = f32_shape<f8e4m3, D>;
-template <int D> using shape_f32_int8 = f32_shape<int8, D>;
-decode_kind decode_kind_of(const kvl_paged_attention_args &a) {
-  const int d = a.cache.key.dim;
-  const bool f8 = a.cache.codec == KVL_DTYPE_F8E4M3, packed = kvl__packs(a.cache.codec);
-  if (a.dtype != KVL_DTYPE_F32)
-    return f8       ? kind_of_dim<shape_f8>(d)
-           : packed ? kind_of_dim<shape_int8>(d)
-                    : kind_of_dim<shape_16bit>(d);
-  if (a.cache.codec == KVL_DTYPE_F32) return kind_of_dim<shape_f32>(d);
-  return f8       ? kind_of_dim<shape_f32_f8>(d)
-         : packed ? kind_of_dim<shape_f32_int8>(d)
-                  : kind_of_dim<shape_f32_half>(d);
+template <int D, class C> using f32_shape_of = f32_shape<C, D>;
+decode_kind decode_kind_of(int dtype, int codec, int dim) {
+  if (dtype == KVL_DTYPE_F32 && codec == KVL_CODEC_F32)
+    return kind_of_dim<f32_shape_of, float>(dim);
+  return with_codec<__half>(codec, [&](auto of) {
+    using C = typename decltype(of)::C;
+    return dtype == KVL_DTYPE_F32 ? kind_of_dim<f32_shape_of, C>(dim)
+                                  : kind_of_dim<decode_shape, C>(dim);
+  });
 }
 
 /* How many rows of partial results the workspace holds. */
@@ -119,7 +112,7 @@ size_t place_bytes(const kvl_paged_attention_args &a, const split_place &p, bool
  * some of them would have nothing to do. */
 split_place decode_place(const kvl_paged_attention_args &a, int sm_count, bool hooked) {
   const int group = (int)(a.heads / a.cache.kv_heads), rows = decode_rows(a);
-  const decode_kind kind = decode_kind_of(a);
+  const decode_kind kind = decode_kind_of(a.dtype, a.cache.codec, a.cache.key.dim);
   split_place p = {};
   const int subgroups = ceil_div(group, rows), units = a.cache.kv_heads * subgroups;
   p.group = group;
@@ -293,11 +286,9 @@ template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cud
 template <class T> int launch_hooked_mend(const hooked &h, const kvl_cuda_queue *q) {
   const uint8_t *notes = (const uint8_t *)h.base.workspace;
   hook_kernel k = {"", mend_blocks(h.base, q->sm_count), 1, MEND_WARPS * WARP, 0, true};
-  const int codec = h.base.cache.codec;
-  snprintf(k.name, sizeof k.name, "mend_%s%s", type_name<T>,
-           codec == KVL_CODEC_F8E4M3 ? codec_suffix<f8e4m3>
-           : codec == KVL_CODEC_INT8 ? codec_suffix<int8>
-                                     : "");
+  const char *last = with_codec<void>(
+      h.base.cache.codec, [](auto of) { return codec_suffix<typename decltype(of)::C>; });
+  snprintf(k.name, sizeof k.name, "mend_%s%s", type_name<T>, last);
   return launch_hooked(h, k, &h.base, &notes, q);
 }
 
@@ -305,23 +296,24 @@ template <class T> int launch_16bit_prefill(const hooked &h, const kvl_cuda_queu
   const kvl_paged_attention_args &a = h.base;
   if (wgmma_takes(a, q->device, h.hook)) {
     if (!h.hook)
-      return with_wgmma_codec(
-          a, [&](auto codec) { return launch_wgmma<T, typename decltype(codec)::C>(a, q); });
+      return with_codec<void>(a.cache.codec, [&](auto of) {
+        return launch_wgmma<T, typename decltype(of)::C>(a, q);
+      });
     return with_wgmma_dim(a.cache.key.dim,
                           [&](auto dim) { return launch_hooked_wgmma<T, dim.value>(h, q); });
   }
-  if (a.cache.codec == KVL_DTYPE_F8E4M3) return launch_prefill_dim<T, f8e4m3>(h, q);
-  if (a.cache.codec == KVL_CODEC_INT8) return launch_prefill_dim<T, int8>(h, q);
-  return launch_prefill_dim<T, T>(h, q);
+  return with_codec<T>(a.cache.codec, [&](auto of) {
+    return launch_prefill_dim<T, typename decltype(of)::C>(h, q);
+  });
 }
 
 template <class T> int launch_16bit_decode(const hooked &h, const kvl_cuda_queue *q) {
   if (h.base.tree)
     return kvl_cuda::fail(KVL_ERR_UNSUPPORTED,
                           "a tree of one new token a sequence: give starts, too");
-  if (h.base.cache.codec == KVL_DTYPE_F8E4M3) return launch_decode_dim<T, f8e4m3>(h, q);
-  if (h.base.cache.codec == KVL_CODEC_INT8) return launch_decode_dim<T, int8>(h, q);
-  return launch_decode_dim<T, T>(h, q);
+  return with_codec<T>(h.base.cache.codec, [&](auto of) {
+    return launch_decode_dim<T, typename decltype(of)::C>(h, q);
+  });
 }
 
 template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
@@ -357,13 +349,11 @@ int launch(const hooked &h, const kvl_cuda_queue *q) {
 extern "C" int kvl_cuda_decode_shared(void) {
   using namespace kvl;
   int most = 0;
-  for (int bytes :
-       {decode_shape<64, __half>::SHARED_BYTES, decode_shape<128, __half>::SHARED_BYTES,
-        decode_shape<256, __half>::SHARED_BYTES, decode_shape<64, f8e4m3>::SHARED_BYTES,
-        decode_shape<128, f8e4m3>::SHARED_BYTES, decode_shape<256, f8e4m3>::SHARED_BYTES,
-        decode_shape<64, int8>::SHARED_BYTES, decode_shape<128, int8>::SHARED_BYTES,
-        decode_shape<256, int8>::SHARED_BYTES})
-    if (bytes > most) most = bytes;
+  for (int codec : {KVL_CODEC_F16, KVL_CODEC_F8E4M3, KVL_CODEC_INT8})
+    for (int dim : {64, 128, 256}) {
+      const int bytes = decode_kind_of(KVL_DTYPE_F16, codec, dim).bytes_shared;
+      if (bytes > most) most = bytes;
+    }
   return most;
 }
 

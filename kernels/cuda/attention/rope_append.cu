@@ -113,7 +113,7 @@ void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
 /* The same where numbers are packed. A warp takes a row, or two side by side, and a lane N
  * neighbours of it, so that eight lanes have a group. Beside them it loads their partners,
  * which are as many neighbours, or single ones if pairs is no multiple of N. */
-template <class From>
+template <class From, class To>
 __global__ void __launch_bounds__(ROPE_THREADS)
     rope_append_packed(const __grid_constant__ kvl_rope_append_args a, int rows_block) {
   constexpr int N = 8;
@@ -146,25 +146,26 @@ __global__ void __launch_bounds__(ROPE_THREADS)
     const auto kept = pack_numbers<PACKED_GROUP / N>(x);
     if (!is || is_q) continue;
     const kvl_strips &of = is_v ? a.cache.value : a.cache.key;
-    int8 *const cell = row_in<int8>(a.cache, of, to.block, head, to.offset);
+    To *const cell = row_in<To>(a.cache, of, to.block, head, to.offset);
     if (!cell) continue;
-    store_pack<N>(cell + dim, (const pack<int8, N> &)kept);
+    store_pack<N>(cell + dim, (const pack<To, N> &)kept);
     if (dim % PACKED_GROUP == 0)
       *scale_in(a.cache, of, to.block, head, to.offset, dim) = kept.scale;
   }
 }
-template <class From>
-int start_packed(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
+template <class From, class To>
+void start_packed(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
   const int rows = (int)a.heads + 2 * a.cache.kv_heads;
   const int step = ROPE_THREADS / (a.cache.key.dim <= 128 ? WARP / 2 : WARP);
   const int each = a.tokens < 4 * q->sm_count && rows <= 65535 * step ? step : rows;
   const dim3 grid((unsigned)a.tokens, (unsigned)((rows + each - 1) / each));
-  return launch_programmatic(rope_append_packed<From>, grid, ROPE_THREADS, 0, q, a, each);
+  launch_programmatic(rope_append_packed<From, To>, grid, ROPE_THREADS, 0, q, a, each);
 }
 
 template <class From, class To>
 void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
-  if (a.pairs % WIDE<From> == 0) start<WIDE<From>, From, To>(a, q);
+  if constexpr (packs<To>) start_packed<From, To>(a, q);
+  else if (a.pairs % WIDE<From> == 0) start<WIDE<From>, From, To>(a, q);
   else start<1, From, To>(a, q);
 }
 
@@ -178,15 +179,17 @@ KVL_CUDA_KERNEL(rope_append) {
   if (a.tokens == 0 || a.heads + a.cache.kv_heads == 0) return KVL_OK;
   if (!aligned16(a.q, a.k, a.v, a.cache.memory))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
-  if (a.cache.codec == KVL_DTYPE_F8E4M3) {
-    KVL_CUDA_BY_FLOAT(a.dtype, From, { start<From, f8e4m3>(a, q); })
-  } else if (a.cache.codec == KVL_CODEC_INT8) {
-    KVL_CUDA_BY_FLOAT(a.dtype, From, { return start_packed<From>(a, q); })
-  } else {
-    KVL_CUDA_BY_FLOAT(a.cache.codec, To, {
-      if (a.dtype == a.cache.codec) start<To, To>(a, q);
-      else start<float, To>(a, q);
-    })
-  }
-  return kvl__cuda_launched();
+  const int status = with_codec<void>(a.cache.codec, [&](auto of) -> int {
+    using C = typename decltype(of)::C;
+    if constexpr (same<C, void>) {
+      KVL_CUDA_BY_FLOAT(a.cache.codec, To, {
+        if (a.dtype == a.cache.codec) start<To, To>(a, q);
+        else start<float, To>(a, q);
+      })
+    } else {
+      KVL_CUDA_BY_FLOAT(a.dtype, From, { start<From, C>(a, q); })
+    }
+    return KVL_OK;
+  });
+  return status < 0 ? status : kvl__cuda_launched();
 }

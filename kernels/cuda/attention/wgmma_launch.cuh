@@ -214,16 +214,10 @@ auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
       return few ? f(wgmma_shape<D, true, C, true>()) : f(wgmma_shape<D, false, C, true>());
   return few ? f(wgmma_shape<D, true, C>()) : f(wgmma_shape<D, false, C>());
 }
-template <class C_> struct wgmma_codec { using C = C_; };
-template <class F> auto with_wgmma_codec(const kvl_paged_attention_args &a, F f) {
-  if (a.cache.codec == KVL_CODEC_INT8) return f(wgmma_codec<int8>());
-  if (a.cache.codec == KVL_CODEC_F8E4M3) return f(wgmma_codec<f8e4m3>());
-  return f(wgmma_codec<void>());
-}
 template <int D, class F>
 auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
-  return with_wgmma_codec(a, [&](auto codec) {
-    return with_wgmma_shape<D, typename decltype(codec)::C>(a, hooked, f);
+  return with_codec<void>(a.cache.codec, [&](auto of) {
+    return with_wgmma_shape<D, typename decltype(of)::C>(a, hooked, f);
   });
 }
 

@@ -55,21 +55,20 @@ KVL_CUDA_KERNEL(block_mean) {
   using namespace kvl;
   const kvl_block_mean_args &a = *(const kvl_block_mean_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  int status = KVL_OK;
-  if (a.cache.codec == KVL_DTYPE_F8E4M3) {
-    KVL_CUDA_BY_FLOAT(a.summary_dtype, S, {
-      status = launch_block_reduce<f8e4m3>(a, mean<f8e4m3, S>{(S *)a.summary}, q);
-    })
-  } else if (a.cache.codec == KVL_CODEC_INT8) {
-    KVL_CUDA_BY_FLOAT(a.summary_dtype, S, {
-      status = launch_block_reduce<int8>(a, mean<int8, S>{(S *)a.summary}, q);
-    })
-  } else {
-    KVL_CUDA_BY_FLOAT(a.cache.codec, T, {
-      if (a.summary_dtype == a.cache.codec)
-        status = launch_block_reduce<T>(a, mean<T, T>{(T *)a.summary}, q);
-      else status = launch_block_reduce<T>(a, mean<T, float>{(float *)a.summary}, q);
-    })
-  }
-  return status;
+  return with_codec<void>(a.cache.codec, [&](auto of) -> int {
+    using C = typename decltype(of)::C;
+    int status = KVL_OK;
+    if constexpr (same<C, void>) {
+      KVL_CUDA_BY_FLOAT(a.cache.codec, T, {
+        if (a.summary_dtype == a.cache.codec)
+          status = launch_block_reduce<T>(a, mean<T, T>{(T *)a.summary}, q);
+        else status = launch_block_reduce<T>(a, mean<T, float>{(float *)a.summary}, q);
+      })
+    } else {
+      KVL_CUDA_BY_FLOAT(a.summary_dtype, S, {
+        status = launch_block_reduce<C>(a, mean<C, S>{(S *)a.summary}, q);
+      })
+    }
+    return status;
+  });
 }

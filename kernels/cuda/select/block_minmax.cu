@@ -84,14 +84,20 @@ KVL_CUDA_KERNEL(block_minmax) {
   using namespace kvl;
   const kvl_block_minmax_args &a = *(const kvl_block_minmax_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  if (a.cache.codec == KVL_DTYPE_F8E4M3)
-    return launch_block_reduce<f8e4m3>(a, min_max<f8e4m3>{(f8e4m3 *)a.summary}, q);
-  if (a.cache.codec == KVL_CODEC_INT8)
-    KVL_CUDA_BY_FLOAT(a.summary_dtype, S, {
-      return launch_block_reduce<int8>(a, min_max<int8, S>{(S *)a.summary}, q);
-    })
-  int status = KVL_OK;
-  KVL_CUDA_BY_FLOAT(a.cache.codec, T,
-                    { status = launch_block_reduce<T>(a, min_max<T>{(T *)a.summary}, q); })
-  return status;
+  return with_codec<void>(a.cache.codec, [&](auto of) -> int {
+    using C = typename decltype(of)::C;
+    int status = KVL_OK;
+    if constexpr (same<C, void>) {
+      KVL_CUDA_BY_FLOAT(a.cache.codec, T, {
+        status = launch_block_reduce<T>(a, min_max<T>{(T *)a.summary}, q);
+      })
+    } else if constexpr (packs<C>) {
+      KVL_CUDA_BY_FLOAT(a.summary_dtype, S, {
+        status = launch_block_reduce<C>(a, min_max<C, S>{(S *)a.summary}, q);
+      })
+    } else {
+      status = launch_block_reduce<C>(a, min_max<C>{(C *)a.summary}, q);
+    }
+    return status;
+  });
 }

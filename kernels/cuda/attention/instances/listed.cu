@@ -85,11 +85,6 @@ template <class T, class C> int launch_dim(const hooked &h, const kvl_cuda_queue
   return launch_group<T, C, 256>(h, q);
 }
 
-template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
-  if (h.base.cache.codec == KVL_CODEC_F8E4M3) return launch_dim<T, f8e4m3>(h, q);
-  return launch_dim<T, T>(h, q);
-}
-
 template <class C, int D, int ROWS> int launch_f32(const hooked &h, const kvl_cuda_queue *q) {
   using shape = f32_shape<C, D>;
   char name[64];
@@ -110,11 +105,18 @@ template <class C> int launch_f32_dim(const hooked &h, const kvl_cuda_queue *q) 
   return launch_f32_group<C, 256>(h, q);
 }
 
+template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
+  return with_codec<T>(h.base.cache.codec, [&](auto of) {
+    using C = typename decltype(of)::C;
+    if constexpr (packs<C>) return launch_f32_dim<C>(h, q);
+    else return launch_dim<T, C>(h, q);
+  });
+}
+
 }  // namespace
 
 int launch_listed(const hooked &h, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
-  if (kvl__packs(a.cache.codec)) return launch_f32_dim<int8>(h, q);
   if (a.dtype == KVL_DTYPE_BF16) return launch_16bit<__nv_bfloat16>(h, q);
   if (a.dtype == KVL_DTYPE_F16) return launch_16bit<__half>(h, q);
   KVL_CUDA_BY_CODEC(a.cache.codec, C, return launch_f32_dim<C>(h, q);)
