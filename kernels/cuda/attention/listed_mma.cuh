@@ -122,19 +122,22 @@ template <class shape> struct listed_copies {
   const int end; /* the tile after the last */
   const uint32_t ring;
   int token[shape::WORDS], block[shape::WORDS]; /* of the tile that is fetched next */
-  int ahead[shape::WORDS];                      /* tokens of the tile after it */
+  int ahead[shape::WORDS];                      /* entries of the tile after it */
 
+  __device__ static int key_of(int t, int h) {
+    return t * shape::KEYS + h * WARP + (int)threadIdx.x % WARP;
+  }
   __device__ void entries(int t, int (&to)[shape::WORDS]) const {
 #pragma unroll
-    for (int h = 0; h < shape::WORDS; h++)
-      to[h] = t < end ? keys.token_of(t * shape::KEYS + h * WARP + (int)threadIdx.x % WARP)
-                      : -1;
+    for (int h = 0; h < shape::WORDS; h++) to[h] = t < end ? keys.entry_of(key_of(t, h)) : -1;
   }
-  __device__ void blocks(int t, const int (&of)[shape::WORDS],
-                         int (&to)[shape::WORDS]) const {
+  /* Waits for entries of tile `t`, and asks for their blocks. */
+  __device__ void look_up(int t, const int (&entry)[shape::WORDS], int (&token)[shape::WORDS],
+                          int (&block)[shape::WORDS]) const {
 #pragma unroll
-    for (int h = 0; h < shape::WORDS; h++)
-      to[h] = keys.block_of(t * shape::KEYS + h * WARP + (int)threadIdx.x % WARP, of[h]);
+    for (int h = 0; h < shape::WORDS; h++) token[h] = keys.token_of(entry[h]);
+#pragma unroll
+    for (int h = 0; h < shape::WORDS; h++) block[h] = keys.block_of(key_of(t, h), token[h]);
   }
 
   /* Copies a tile into a stage. */
@@ -174,14 +177,14 @@ template <class shape> struct listed_copies {
   /* Begins: STAGES - 1 tiles from `t` on. Their look-ups wait for memory together. */
   __device__ void begin(int t) {
     constexpr int FIRST = shape::STAGES - 1;
-    int tokens[FIRST][shape::WORDS], physical[FIRST][shape::WORDS];
+    int entry[FIRST + 1][shape::WORDS], tokens[FIRST][shape::WORDS];
+    int physical[FIRST][shape::WORDS];
 #pragma unroll
-    for (int s = 0; s < FIRST; s++) entries(t + s, tokens[s]);
-    entries(t + FIRST, token);
+    for (int s = 0; s <= FIRST; s++) entries(t + s, entry[s]);
     entries(t + FIRST + 1, ahead);
 #pragma unroll
-    for (int s = 0; s < FIRST; s++) blocks(t + s, tokens[s], physical[s]);
-    blocks(t + FIRST, token, block);
+    for (int s = 0; s < FIRST; s++) look_up(t + s, entry[s], tokens[s], physical[s]);
+    look_up(t + FIRST, entry[FIRST], token, block);
 #pragma unroll
     for (int s = 0; s < FIRST; s++) {
       fetch(s, tokens[s], physical[s]);
@@ -192,9 +195,7 @@ template <class shape> struct listed_copies {
   __device__ void next(int t, int stage) {
     fetch(stage, token, block);
     copy_commit();
-#pragma unroll
-    for (int h = 0; h < shape::WORDS; h++) token[h] = ahead[h];
-    blocks(t + 1, token, block);
+    look_up(t + 1, ahead, token, block);
     entries(t + 2, ahead);
   }
 };
