@@ -4,9 +4,8 @@
  * A thread block takes one token of q, one KV head and up to 64 heads of its group, and walks
  * over its share of the list in tiles of KEYS tokens. K and V of a tile are rows of head_dim
  * numbers anywhere in memory. Neighbouring lanes copy a row, with asynchronous 16-byte
- * copies; two tiles (three for 64 dims of 16 bits) are in flight while one is computed. The
- * blocks of the tile after these are looked up meanwhile, and the list's entries a tile further
- * on. Up to 16 heads are the rows of one mma, and the four warps share a tile's keys. More heads
+ * copies; two tiles (three for 64 dims of 16 bits) are in flight while one is computed. Meanwhile
+ * the threads look up the rows of the tiles after these. Up to 16 heads are the rows of one mma, and the four warps share a tile's keys. More heads
  * take more warps (MW of them along the heads), so that a group reads its tokens once whatever
  * its size. Tiles of f8e4m3 have twice the tokens, and so as many bytes; they become f16 on
  * their way to the tensor cores (paged.cuh).
@@ -109,94 +108,97 @@ __device__ __forceinline__ void tile_values_f8(float (&out)[DIMS8][4],
 
 /* ---- copying ---------------------------------------------------------------------------- */
 
-/* What the warps of a block know of the tiles in the ring. */
+/* What a block knows of the tiles in the ring, and of the one after them, by turns. */
 template <class shape> struct listed_tiles {
-  uint32_t seen[shape::STAGES][shape::WORDS]; /* bit i: the row sees key i */
-  int position[shape::STAGES][shape::KEYS];
+  static constexpr int SLOTS = shape::STAGES + 1;
+  long long offset[SLOTS][shape::KEYS]; /* of a key's row, in bytes; -1: it is not seen */
+  uint32_t seen[SLOTS][shape::WORDS];   /* bit i: the row sees key i */
+  int position[SLOTS][shape::KEYS];
+  static __device__ __forceinline__ int slot(int t) { return (unsigned)t % SLOTS; }
 };
 
-/* The block's copies. Every warp looks up all keys of a tile, WORDS of them in a lane. */
+/* The block's copies. A thread looks up one key of a tile, over three turns: its entry, its
+ * block, and where its row lies, which it tells the others. */
 template <class shape> struct listed_copies {
   const listed_keys<> &keys;
   listed_tiles<shape> &tiles;
   const int end; /* the tile after the last */
   const uint32_t ring;
-  int token[shape::WORDS], block[shape::WORDS]; /* of the tile that is fetched next */
-  int ahead[shape::WORDS];                      /* entries of the tile after it */
+  int token, block; /* of this thread's key in the tile that is told next */
+  int entry;        /* in the tile after it */
 
-  __device__ static int key_of(int t, int h) {
-    return t * shape::KEYS + h * WARP + (int)threadIdx.x % WARP;
+  static __device__ __forceinline__ int key_of(int t) {
+    return t * shape::KEYS + (int)threadIdx.x;
   }
-  __device__ void entries(int t, int (&to)[shape::WORDS]) const {
-#pragma unroll
-    for (int h = 0; h < shape::WORDS; h++) to[h] = t < end ? keys.entry_of(key_of(t, h)) : -1;
+  __device__ __forceinline__ int entry_in(int t) const {
+    return t < end && threadIdx.x < shape::KEYS ? keys.entry_of(key_of(t)) : -1;
   }
-  /* Waits for entries of tile `t`, and asks for their blocks. */
-  __device__ void look_up(int t, const int (&entry)[shape::WORDS], int (&token)[shape::WORDS],
-                          int (&block)[shape::WORDS]) const {
-#pragma unroll
-    for (int h = 0; h < shape::WORDS; h++) token[h] = keys.token_of(entry[h]);
-#pragma unroll
-    for (int h = 0; h < shape::WORDS; h++) block[h] = keys.block_of(key_of(t, h), token[h]);
+  /* Waits for an entry, and asks for its block. */
+  __device__ __forceinline__ void look_up(int t, int of, int &token_, int &block_) const {
+    token_ = keys.token_of(of);
+    block_ = keys.block_of(key_of(t), token_);
+  }
+  __device__ __forceinline__ void tell(int t, int token_, int block_) {
+    if (threadIdx.x >= shape::KEYS) return; /* whole warps */
+    const int slot = tiles.slot(t), key = threadIdx.x;
+    const paged_row row = keys.row_of(token_, block_);
+    const bool sees = row.position >= 0;
+    const unsigned seen = __ballot_sync(ALL_LANES, sees);
+    tiles.offset[slot][key] = sees ? (long long)row.offset : -1;
+    tiles.position[slot][key] = row.position;
+    if (key % WARP == 0) tiles.seen[slot][key / WARP] = seen;
   }
 
-  /* Copies a tile into a stage. */
-  __device__ void fetch(int stage, const int (&token)[shape::WORDS],
-                        const int (&block)[shape::WORDS]) {
+  /* Copies a tile, of which the others were told before the last barrier, into a stage. */
+  __device__ __forceinline__ void fetch(int t, int stage) {
     constexpr int PIECES = shape::PIECES, SIDE = shape::THREADS / PIECES; /* rows at a time */
-    static_assert(WARP % SIDE == 0, "a copy's rows are of one word");
-    const kvl_pages &pages = keys.a.cache;
-    const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
-    long long offset[shape::WORDS];
-    unsigned is[shape::WORDS], any = 0;
+    const int slot = tiles.slot(t), piece = threadIdx.x % PIECES;
+    uint32_t any = 0;
 #pragma unroll
-    for (int h = 0; h < shape::WORDS; h++) {
-      const paged_row row = keys.row_of(token[h], block[h]);
-      offset[h] = (long long)row.offset;
-      any |= is[h] = __ballot_sync(ALL_LANES, row.position >= 0);
-      if (tid == h) tiles.seen[stage][h] = is[h];
-      if (warp == h % shape::WARPS) tiles.position[stage][h * WARP + lane] = row.position;
-    }
+    for (int h = 0; h < shape::WORDS; h++) any |= tiles.seen[slot][h];
     if (any == 0) return;
-    const int piece = tid % PIECES, side = tid / PIECES;
+    const kvl_pages &pages = keys.a.cache;
     const bool inside = piece * shape::NUMBERS < pages.key.dim;
-    const char *const cache = (const char *)pages.memory;
+    const char *const cache = (const char *)pages.memory + piece * 16;
     const int64_t to_value = keys.to_value();
     const uint32_t k_at = ring + stage * 2 * shape::TILE_BYTES;
 #pragma unroll
-    for (int r0 = 0; r0 < shape::KEYS; r0 += SIDE) {
-      const int h = r0 / WARP, from = r0 % WARP + side;
-      const char *const k = cache + __shfl_sync(ALL_LANES, offset[h], from) + piece * 16;
-      const bool valid = is[h] >> from & 1 && inside;
-      const uint32_t to = k_at + tile_byte<PIECES>(r0 + side, piece);
+    for (int r = threadIdx.x / PIECES; r < shape::KEYS; r += SIDE) {
+      const long long offset = tiles.offset[slot][r];
+      const bool valid = offset >= 0 && inside;
+      const char *const k = cache + (valid ? offset : 0);
+      const uint32_t to = k_at + tile_byte<PIECES>(r, piece);
       copy_async(to, k, valid); /* else zeros: no NaN gets in, and nothing is read */
       copy_async(to + shape::TILE_BYTES, k + to_value, valid);
     }
   }
 
   /* Begins: STAGES - 1 tiles from `t` on. Their look-ups wait for memory together. */
-  __device__ void begin(int t) {
+  __device__ __forceinline__ void begin(int t) {
     constexpr int FIRST = shape::STAGES - 1;
-    int entry[FIRST + 1][shape::WORDS], tokens[FIRST][shape::WORDS];
-    int physical[FIRST][shape::WORDS];
+    int entries[FIRST + 2], tokens[FIRST + 1], blocks[FIRST + 1];
 #pragma unroll
-    for (int s = 0; s <= FIRST; s++) entries(t + s, entry[s]);
-    entries(t + FIRST + 1, ahead);
+    for (int s = 0; s < FIRST + 2; s++) entries[s] = entry_in(t + s);
+    entry = entry_in(t + FIRST + 2);
 #pragma unroll
-    for (int s = 0; s < FIRST; s++) look_up(t + s, entry[s], tokens[s], physical[s]);
-    look_up(t + FIRST, entry[FIRST], token, block);
+    for (int s = 0; s <= FIRST; s++) look_up(t + s, entries[s], tokens[s], blocks[s]);
+    look_up(t + FIRST + 1, entries[FIRST + 1], token, block);
+#pragma unroll
+    for (int s = 0; s <= FIRST; s++) tell(t + s, tokens[s], blocks[s]);
+    __syncthreads();
 #pragma unroll
     for (int s = 0; s < FIRST; s++) {
-      fetch(s, tokens[s], physical[s]);
+      fetch(t + s, s);
       copy_commit();
     }
   }
   /* Copies tile `t` into a stage, and looks up the next ones. */
-  __device__ void next(int t, int stage) {
-    fetch(stage, token, block);
+  __device__ __forceinline__ void next(int t, int stage) {
+    fetch(t, stage);
     copy_commit();
-    look_up(t + 1, ahead, token, block);
-    entries(t + 2, ahead);
+    tell(t + 1, token, block);
+    look_up(t + 2, entry, token, block);
+    entry = entry_in(t + 3);
   }
 };
 
@@ -325,13 +327,14 @@ template <class T, class C, int D, int MW> struct listed_warp {
     weigh_rows(s, finite_shift(m0), finite_shift(m1), l0, l1);
   }
 
-  /* Attends to a tile in stage `stage` of the ring. */
+  /* Attends to tile `t` in stage `stage` of the ring. */
   template <class H>
-  __device__ void attend(const listed_tiles<shape> &tiles, int stage, uint32_t ring,
+  __device__ void attend(const listed_tiles<shape> &tiles, int t, int stage, uint32_t ring,
                          const H &hook) {
     uint32_t bits[OWN];
     bool all;
-    if (!look(tiles.seen[stage], bits, all)) return;
+    const int slot = tiles.slot(t);
+    if (!look(tiles.seen[slot], bits, all)) return;
     const uint32_t k_at = ring + stage * 2 * shape::TILE_BYTES;
     float s[KEYS_WARP / 8][4] = {}; /* 16 rows x keys 0-7, 8-15, ... */
     tile_scores<F8, M, PIECES>(s, q, k_at, key0());
@@ -342,7 +345,7 @@ template <class T, class C, int D, int MW> struct listed_warp {
 #pragma unroll
         for (int c = 0; c < 4; c++) s[n][c] = rule.cap * tanh_fast(s[n][c]);
     }
-    if (H::ACTIVE || keys.a.alibi) bias(s, tiles.position[stage], hook);
+    if (H::ACTIVE || keys.a.alibi) bias(s, tiles.position[slot], hook);
     if (!all) mask(s, bits);
     weigh(s);
     const uint32_t v_at = k_at + shape::TILE_BYTES;
@@ -401,7 +404,7 @@ __device__ __forceinline__ void listed(const kvl_paged_attention_args &a,
     copy_wait<STAGES - 2>();
     __syncthreads(); /* tile t is complete, and the one before it was read */
     copies.next(t + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
-    rows.attend(tiles, stage, ring, hook);
+    rows.attend(tiles, t, stage, ring, hook);
   }
   copy_wait<0>();
   let_next_start();

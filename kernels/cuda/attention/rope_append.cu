@@ -111,8 +111,8 @@ void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
 }
 
 /* The same where numbers are packed. A warp takes a row, or two side by side, and a lane N
- * neighbours of it, so that eight lanes have a group. Beside them it loads their partners in
- * the rotation. */
+ * neighbours of it, so that eight lanes have a group. Beside them it loads their partners,
+ * which are as many neighbours, or single ones if pairs is no multiple of N. */
 template <class From, class To>
 __global__ void __launch_bounds__(ROPE_THREADS)
     rope_append_packed(const __grid_constant__ kvl_rope_append_args a, int rows_block) {
@@ -126,37 +126,23 @@ __global__ void __launch_bounds__(ROPE_THREADS)
   const bool early = a.tokens <= EARLY_TOKENS, inside = dim < head_dim;
   if (early) angles.make((float)read_early(a.positions + token), a.inv_freq, pairs);
   wait_for_previous();
-  const int64_t place = a.places[token];
-  const int end = min((int)(blockIdx.y + 1) * rows_block, heads + 2 * kv_heads);
-  int row = (int)blockIdx.y * rows_block + (int)threadIdx.x / lanes;
-  auto row_at = [&](int r) {
-    const bool is_q = r < heads, is_v = r >= heads + kv_heads;
-    const int head = is_q ? r : r - heads - (is_v ? kv_heads : 0);
-    return (From *)(is_q   ? a.q
-                    : is_v ? a.v
-                           : a.k) +
-           (token * (is_q ? heads : kv_heads) + head) * head_dim;
-  };
-  pack<From, N> next_x, next_other;
-  auto load = [&](int r) {
-    next_x = next_other = {};
-    if (r >= end || !inside) return;
-    next_x = load_pack<N>(row_at(r) + dim);
-    if (r < heads + kv_heads) next_other = load_partners<N>(row_at(r), dim, pairs);
-  };
-  load(row);
   angles.make((float)read_early(a.positions + token), a.inv_freq, pairs, !early);
-  const token_place to(place, a.cache.block_size);
+  const token_place to(a.places[token], a.cache.block_size);
   __syncthreads();
-  for (int first = (int)blockIdx.y * rows_block; first < end; first += step, row += step) {
+  const int end = min((int)(blockIdx.y + 1) * rows_block, heads + 2 * kv_heads);
+  for (int first = (int)blockIdx.y * rows_block; first < end; first += step) {
+    const int row = first + (int)threadIdx.x / lanes;
     const bool is_q = row < heads, is_v = row >= heads + kv_heads, is = row < end && inside;
-    const int head = is_v ? row - heads - kv_heads : row - heads;
-    pack<From, N> x = next_x;
-    const pack<From, N> other = next_other;
-    load(row + step);
-    if (is && !is_v) angles.turn_half(x, other, dim, pairs);
+    const int head = is_q ? row : row - heads - (is_v ? kv_heads : 0);
+    const From *const from = (const From *)(is_q   ? a.q
+                                            : is_v ? a.v
+                                                   : a.k) +
+                             (token * (is_q ? heads : kv_heads) + head) * head_dim;
+    pack<From, N> x = {};
+    if (is) x = load_pack<N>(from + dim);
+    if (is && !is_v) angles.turn_half(x, from, dim, pairs);
     __syncwarp(); /* q was read */
-    if (is && is_q && dim < 2 * pairs) store_pack<N>(row_at(row) + dim, x);
+    if (is && is_q && dim < 2 * pairs) store_pack<N>((From *)from + dim, x);
     const auto kept = pack_numbers<PACKED_GROUP / N>(x);
     if (!is || is_q) continue;
     const kvl_strips &of = is_v ? a.cache.value : a.cache.key;

@@ -35,14 +35,19 @@ struct rope_angles {
       high[j] = __fmaf_rn(v, c, __fmul_rn(u, s));
     }
   }
-  /* Rotates x, which are N numbers of a row from `dim` on; `other`: their partners. */
+  /* Rotates x, which are N numbers of the row `from`, from `dim` on. */
   template <class T, int N>
-  __device__ __forceinline__ void turn_half(pack<T, N> &x, const pack<T, N> &other, int dim,
+  __device__ __forceinline__ void turn_half(pack<T, N> &x, const T *from, int dim,
                                             int pairs) const {
+    const bool whole = pairs % N == 0; /* all of x are low, or all are high */
+    if (dim >= 2 * pairs) return;
+    pack<T, N> other = {};
+    if (whole) other = load_pack<N>(from + (dim < pairs ? dim + pairs : dim - pairs));
 #pragma unroll
     for (int e = 0; e < N; e++) {
       const int d = dim + e, pair = d < pairs ? d : d - pairs;
       if (d >= 2 * pairs) break;
+      if (!whole) other.at[e] = from[d < pairs ? d + pairs : pair];
       const bool is_low = d < pairs;
       float low[1] = {to_float(is_low ? x.at[e] : other.at[e])};
       float high[1] = {to_float(is_low ? other.at[e] : x.at[e])};
@@ -51,20 +56,6 @@ struct rope_angles {
     }
   }
 };
-
-/* What N numbers of a row from `dim` on are rotated with. */
-template <int N, class T>
-__device__ __forceinline__ pack<T, N> load_partners(const T *row, int dim, int pairs) {
-  if (dim >= 2 * pairs) return {};
-  if (pairs % N == 0) return load_pack<N>(row + (dim < pairs ? dim + pairs : dim - pairs));
-  pack<T, N> x = {};
-#pragma unroll
-  for (int e = 0; e < N; e++) {
-    const int d = dim + e;
-    if (d < 2 * pairs) x.at[e] = row[d < pairs ? d + pairs : d - pairs];
-  }
-  return x;
-}
 
 /* How many of its token's `items` a thread block takes: all of them or, when there are few
  * tokens, as many as it has threads, so that the blocks fill the device. */
