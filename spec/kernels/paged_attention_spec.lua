@@ -2,7 +2,7 @@
 -- the reference: 3e-5. A 16-bit output adds its rounding, half a unit in the last place
 -- (f16 2^-11, bf16 2^-8, relative). On the GPU 16-bit caches round the weights as well,
 -- twice that; f8e4m3 caches round them to bf16. A prefill rounds what int8 holds to q's
--- dtype, and so adds that to out, and to scores and their lse.
+-- dtype: of 128 products, each off by half a unit, the sum is off by less than a unit.
 local kv = require "kvlab"
 local support = require "spec.support"
 local attention = require "spec.kernels.attention_cases"
@@ -27,10 +27,11 @@ local function check_gpu(cuda, cpu, cases)
     local out, lse = run(cuda, c)
     local want, want_lse = run(cpu, c)
     local rel = 2 * math.max(ulp[out:type()], ulp[c.dtype or "f32"])
-    local kept = c.dtype == "int8" and c.rows and ulp[inputs_of(c).q:type()] or 0
+    local kept = c.dtype == "int8" and c.rows and 2 * ulp[inputs_of(c).q:type()] or 0
     support.close(out, want, 6e-5 + rel + kept, rel, ("out of case %d"):format(i))
     if not c.no_lse then
-      support.close(lse, want_lse, 6e-5 + rel / 8 + kept, 1e-5, ("lse of case %d"):format(i))
+      support.close(lse, want_lse, 6e-5 + rel / 8 + kept, 1e-5,
+        ("lse of case %d"):format(i))
     end
   end
 end

@@ -31,6 +31,8 @@ template <int D, int MW, bool F8> struct listed_shape {
   static constexpr int PIECES = (D / NUMBERS + 7) / 8 * 8, TILE_BYTES = KEYS * PIECES * 16;
   static constexpr int STAGES = F8 || D > 64 ? 3 : 4, BLOCKS = !F8 && D > 128 ? 1 : 2;
   static constexpr int WORDS = KEYS / WARP;
+  /* Whose turn it is to look up a tile, and how many tiles are looked up at first. */
+  static constexpr int TURNS = THREADS / KEYS, TOLD = (STAGES + TURNS - 1) / TURNS * TURNS;
   static constexpr int SHARED_BYTES = STAGES * 2 * TILE_BYTES;
   static_assert(SHARED_BYTES >= WARPS * 16 * D * 4, "the ring takes the warps' sums");
 };
@@ -108,39 +110,44 @@ __device__ __forceinline__ void tile_values_f8(float (&out)[DIMS8][4],
 
 /* ---- copying ---------------------------------------------------------------------------- */
 
-/* What a block knows of the tiles in the ring, and of the one after them, by turns. */
+/* What a block knows of the tiles in the ring, and of some after them, by turns. */
 template <class shape> struct listed_tiles {
-  static constexpr int SLOTS = shape::STAGES + 1;
+  static constexpr int SLOTS = shape::TOLD + 1;
   long long offset[SLOTS][shape::KEYS]; /* of a key's row, in bytes; -1: it is not seen */
   uint32_t seen[SLOTS][shape::WORDS];   /* bit i: the row sees key i */
   int position[SLOTS][shape::KEYS];
   static __device__ __forceinline__ int slot(int t) { return (unsigned)t % SLOTS; }
 };
 
-/* The block's copies. A thread looks up one key of a tile, over three turns: its entry, its
- * block, and where its row lies, which it tells the others. */
+/* The block's copies. A thread looks up one key of a tile, in three steps that each wait for
+ * the one before: its entry, its block, and where its row lies, which it tells the others.
+ * Threads take TURNS, so that a step's memory has as many tiles to answer. */
 template <class shape> struct listed_copies {
   const listed_keys<> &keys;
   listed_tiles<shape> &tiles;
   const int end; /* the tile after the last */
   const uint32_t ring;
-  int token, block; /* of this thread's key in the tile that is told next */
+  const int key, turn;
+  int token, block; /* of this thread's key in the next tile of its turn */
   int entry;        /* in the tile after it */
 
-  static __device__ __forceinline__ int key_of(int t) {
-    return t * shape::KEYS + (int)threadIdx.x;
-  }
+  __device__ __forceinline__ listed_copies(const listed_keys<> &keys_,
+                                           listed_tiles<shape> &tiles_, int end_,
+                                           uint32_t ring_)
+      : keys(keys_), tiles(tiles_), end(end_), ring(ring_),
+        key((int)threadIdx.x % shape::KEYS), turn((int)threadIdx.x / shape::KEYS) {}
+
+  __device__ __forceinline__ bool mine(int t) const { return t % shape::TURNS == turn; }
   __device__ __forceinline__ int entry_in(int t) const {
-    return t < end && threadIdx.x < shape::KEYS ? keys.entry_of(key_of(t)) : -1;
+    return t < end ? keys.entry_of(t * shape::KEYS + key) : -1;
   }
   /* Waits for an entry, and asks for its block. */
   __device__ __forceinline__ void look_up(int t, int of, int &token_, int &block_) const {
     token_ = keys.token_of(of);
-    block_ = keys.block_of(key_of(t), token_);
+    block_ = keys.block_of(t * shape::KEYS + key, token_);
   }
   __device__ __forceinline__ void tell(int t, int token_, int block_) {
-    if (threadIdx.x >= shape::KEYS) return; /* whole warps */
-    const int slot = tiles.slot(t), key = threadIdx.x;
+    const int slot = tiles.slot(t);
     const paged_row row = keys.row_of(token_, block_);
     const bool sees = row.position >= 0;
     const unsigned seen = __ballot_sync(ALL_LANES, sees);
@@ -175,16 +182,19 @@ template <class shape> struct listed_copies {
 
   /* Begins: STAGES - 1 tiles from `t` on. Their look-ups wait for memory together. */
   __device__ __forceinline__ void begin(int t) {
-    constexpr int FIRST = shape::STAGES - 1;
-    int entries[FIRST + 2], tokens[FIRST + 1], blocks[FIRST + 1];
+    constexpr int FIRST = shape::STAGES - 1, OWN = shape::TOLD / shape::TURNS;
+    const int first = t + (turn + shape::TURNS - t % shape::TURNS) %
+                              shape::TURNS; /* this thread's first tile */
+    int entries[OWN + 1], tokens[OWN], blocks[OWN];
 #pragma unroll
-    for (int s = 0; s < FIRST + 2; s++) entries[s] = entry_in(t + s);
-    entry = entry_in(t + FIRST + 2);
+    for (int s = 0; s <= OWN; s++) entries[s] = entry_in(first + s * shape::TURNS);
+    entry = entry_in(first + (OWN + 1) * shape::TURNS);
 #pragma unroll
-    for (int s = 0; s <= FIRST; s++) look_up(t + s, entries[s], tokens[s], blocks[s]);
-    look_up(t + FIRST + 1, entries[FIRST + 1], token, block);
+    for (int s = 0; s < OWN; s++)
+      look_up(first + s * shape::TURNS, entries[s], tokens[s], blocks[s]);
+    look_up(first + OWN * shape::TURNS, entries[OWN], token, block);
 #pragma unroll
-    for (int s = 0; s <= FIRST; s++) tell(t + s, tokens[s], blocks[s]);
+    for (int s = 0; s < OWN; s++) tell(first + s * shape::TURNS, tokens[s], blocks[s]);
     __syncthreads();
 #pragma unroll
     for (int s = 0; s < FIRST; s++) {
@@ -196,9 +206,11 @@ template <class shape> struct listed_copies {
   __device__ __forceinline__ void next(int t, int stage) {
     fetch(t, stage);
     copy_commit();
-    tell(t + 1, token, block);
-    look_up(t + 2, entry, token, block);
-    entry = entry_in(t + 3);
+    const int ahead = t + shape::TOLD - (shape::STAGES - 1);
+    if (!mine(ahead)) return;
+    tell(ahead, token, block);
+    look_up(ahead + shape::TURNS, entry, token, block);
+    entry = entry_in(ahead + 2 * shape::TURNS);
   }
 };
 
@@ -396,7 +408,7 @@ __device__ __forceinline__ void listed(const kvl_paged_attention_args &a,
   const int tiles_all = (keys.keys + shape::KEYS - 1) / shape::KEYS;
   const int each = (tiles_all + plan.splits - 1) / plan.splits;
   const int begin = min(split * each, tiles_all), end = min(begin + each, tiles_all);
-  listed_copies<shape> copies = {keys, tiles, end, ring};
+  listed_copies<shape> copies(keys, tiles, end, ring);
   copies.begin(begin);
   of_warp rows(keys, row0, first, count);
   int stage = 0;
