@@ -112,9 +112,9 @@ __device__ __forceinline__ void tile_values_f8(float (&out)[DIMS8][4],
 
 /* What a block knows of the tiles in the ring, and of some after them, by turns. */
 template <class shape> struct listed_tiles {
-  static constexpr int SLOTS = shape::TOLD + 1;
-  long long offset[SLOTS][shape::KEYS]; /* of a key's row, in bytes; -1: it is not seen */
-  uint32_t seen[SLOTS][shape::WORDS];   /* bit i: the row sees key i */
+  static constexpr int SLOTS = shape::TOLD < 4 ? 4 : 8; /* more than TOLD */
+  long long offset[SLOTS][shape::KEYS];                 /* of a key's row, in bytes */
+  uint32_t seen[SLOTS][shape::WORDS];                   /* bit i: the row sees key i */
   int position[SLOTS][shape::KEYS];
   static __device__ __forceinline__ int slot(int t) { return (unsigned)t % SLOTS; }
 };
@@ -128,14 +128,16 @@ template <class shape> struct listed_copies {
   const int end; /* the tile after the last */
   const uint32_t ring;
   const int key, turn;
-  int token, block; /* of this thread's key in the next tile of its turn */
-  int entry;        /* in the tile after it */
+  const bool positions; /* are wanted */
+  int token, block;     /* of this thread's key in the next tile of its turn */
+  int entry;            /* in the tile after it */
 
   __device__ __forceinline__ listed_copies(const listed_keys<> &keys_,
                                            listed_tiles<shape> &tiles_, int end_,
-                                           uint32_t ring_)
+                                           uint32_t ring_, bool positions_)
       : keys(keys_), tiles(tiles_), end(end_), ring(ring_),
-        key((int)threadIdx.x % shape::KEYS), turn((int)threadIdx.x / shape::KEYS) {}
+        key((int)threadIdx.x % shape::KEYS), turn((int)threadIdx.x / shape::KEYS),
+        positions(positions_) {}
 
   __device__ __forceinline__ bool mine(int t) const { return t % shape::TURNS == turn; }
   __device__ __forceinline__ int entry_in(int t) const {
@@ -149,10 +151,9 @@ template <class shape> struct listed_copies {
   __device__ __forceinline__ void tell(int t, int token_, int block_) {
     const int slot = tiles.slot(t);
     const paged_row row = keys.row_of(token_, block_);
-    const bool sees = row.position >= 0;
-    const unsigned seen = __ballot_sync(ALL_LANES, sees);
-    tiles.offset[slot][key] = sees ? (long long)row.offset : -1;
-    tiles.position[slot][key] = row.position;
+    const unsigned seen = __ballot_sync(ALL_LANES, row.position >= 0);
+    tiles.offset[slot][key] = (long long)row.offset;
+    if (positions) tiles.position[slot][key] = row.position;
     if (key % WARP == 0) tiles.seen[slot][key / WARP] = seen;
   }
 
@@ -160,21 +161,26 @@ template <class shape> struct listed_copies {
   __device__ __forceinline__ void fetch(int t, int stage) {
     constexpr int PIECES = shape::PIECES, SIDE = shape::THREADS / PIECES; /* rows at a time */
     const int slot = tiles.slot(t), piece = threadIdx.x % PIECES;
-    uint32_t any = 0;
+    uint32_t seen[shape::WORDS], any = 0;
 #pragma unroll
-    for (int h = 0; h < shape::WORDS; h++) any |= tiles.seen[slot][h];
+    for (int h = 0; h < shape::WORDS; h++) any |= seen[h] = tiles.seen[slot][h];
     if (any == 0) return;
     const kvl_pages &pages = keys.a.cache;
     const bool inside = piece * shape::NUMBERS < pages.key.dim;
     const char *const cache = (const char *)pages.memory + piece * 16;
     const int64_t to_value = keys.to_value();
     const uint32_t k_at = ring + stage * 2 * shape::TILE_BYTES;
+    const int side = threadIdx.x / PIECES; /* rows of a copy are of one word of seen */
+    static_assert(WARP % SIDE == 0, "");
+    long long offset[shape::KEYS / SIDE];
 #pragma unroll
-    for (int r = threadIdx.x / PIECES; r < shape::KEYS; r += SIDE) {
-      const long long offset = tiles.offset[slot][r];
-      const bool valid = offset >= 0 && inside;
-      const char *const k = cache + (valid ? offset : 0);
-      const uint32_t to = k_at + tile_byte<PIECES>(r, piece);
+    for (int i = 0; i < shape::KEYS / SIDE; i++)
+      offset[i] = tiles.offset[slot][i * SIDE + side];
+#pragma unroll
+    for (int i = 0; i < shape::KEYS / SIDE; i++) {
+      const bool valid = seen[i * SIDE / WARP] >> (i * SIDE % WARP + side) & 1 && inside;
+      const char *const k = cache + offset[i];
+      const uint32_t to = k_at + tile_byte<PIECES>(i * SIDE + side, piece);
       copy_async(to, k, valid); /* else zeros: no NaN gets in, and nothing is read */
       copy_async(to + shape::TILE_BYTES, k + to_value, valid);
     }
@@ -408,7 +414,7 @@ __device__ __forceinline__ void listed(const kvl_paged_attention_args &a,
   const int tiles_all = (keys.keys + shape::KEYS - 1) / shape::KEYS;
   const int each = (tiles_all + plan.splits - 1) / plan.splits;
   const int begin = min(split * each, tiles_all), end = min(begin + each, tiles_all);
-  listed_copies<shape> copies(keys, tiles, end, ring);
+  listed_copies<shape> copies(keys, tiles, end, ring, H::ACTIVE || a.alibi);
   copies.begin(begin);
   of_warp rows(keys, row0, first, count);
   int stage = 0;
