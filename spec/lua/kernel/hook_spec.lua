@@ -14,7 +14,8 @@ local KNOWN = {
   strided = { mask = (e.position % 3):eq(0):bor((e.query_position - e.position):lt(4)) },
   weighted = { log_weight = e.input "mix" * 0.5,
                mask = e.block:eq(1):bnot():bor(e.length:lt(20)) },
-  all = { bias = slope + e.layer - e.blocks / 100, mask = e.logit:lt(30),
+  -- logits are multiples of 1 / 8, and a GPU, which has them in base 2, is off by 2^-23
+  all = { bias = slope + e.layer - e.blocks / 100, mask = e.logit:lt(30.06),
           log_weight = e.param "weight" * e.kv_head + e.block },
   -- of the keys with NaN in V, of which some heads of a group see none
   hidden = { mask = (e.position % 4):eq(1):bnot():bor(slope:lt(0.25)) },

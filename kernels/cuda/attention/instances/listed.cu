@@ -6,12 +6,10 @@
  * Bytes     2 max_selected head_dim element per token and KV head, once for all heads of the
  *           group; limit: memory for a few tokens; L2 for those of a prompt, which share keys
  * Tolerance as paged_attention.cu
- * Best      32/8 heads, head_dim 128, lists of 2048, L2 flushed; the share is of a plain read
- *           of as many bytes. H200, 2026-11-22, when lists still held places: bf16 16 rows 39.3
- *           us (0.87), 64 rows 126 (0.97); f8e4m3 27.6 (0.70) and 77.3 (0.84), once 141 and
- *           536; f32 79.2 (0.81) and 279 (0.86), once 159 and 373. H100 80GB HBM3, 2026-11-21:
- *           4096 rows of a prompt of 64K 4.8 ms, 7.1 TB/s from L2 (only reading takes 4.4).
- *           notes/20261121-token-attention.md and notes/20261122-token-attention.md
+ * Best      32/8 heads, head_dim 128, lists of 2048, a table for each row, L2 flushed. H200,
+ *           2026-11-26: bf16 1, 16 and 64 rows 13.2, 41.4 and 130 us, f8e4m3 16 and 64 rows 29.6
+ *           and 78.8; 4096 rows of a prompt of 64K 5.8 ms. When lists held places: 11.5, 38.1,
+ *           118, 26.2, 69.0 and 4.2 ms. notes/20261126-lists.md has what was tried
  * Source    Dao et al. 2022 (online softmax); the lists are those of DeepSeek-V3.2's DSA */
 #include "cuda/attention/listed_launch.cuh"
 
