@@ -98,6 +98,16 @@ static void hook_args(struct kvl__call *c, const kvl_attention *a,
     kvl__arg(c, "a tensor of the hook", a->hook_tensors[i], KVL__ANY, "...");
 }
 
+/* How many heads lists are for: one list for all KV heads, or one for each. */
+static int64_t list_heads(struct kvl__call *c, const char *what, const char *dim,
+                          const struct kvl_paged_attention_args *args) {
+  const int64_t heads = kvl__dim(c, dim);
+  if (heads != 1 && heads != args->cache.kv_heads)
+    kvl__call_fail(c, "%s for %lld heads, expected 1 or kv_heads = %d", what,
+                   (long long)heads, args->cache.kv_heads);
+  return heads;
+}
+
 int kvl_paged_attention(const kvl_attention *a) {
   if (!a) return kvl__missing(__func__, "call");
   struct kvl__call c = {.op = "paged_attention"};
@@ -125,24 +135,18 @@ int kvl_paged_attention(const kvl_attention *a) {
     kvl__call_fail(&c, "q has %lld rows for %lld sequences, expected one each, or starts",
                    (long long)args->tokens, (long long)args->seqs);
   }
+  if (a->selection && a->listed)
+    kvl__call_fail(&c, "selection and listed are given, expected one of the two");
   if (kvl__arg(&c, "selection?", a->selection, KVL__I32,
                "seqs selection_heads max_selected")) {
     args->selection = a->selection->ptr;
-    args->selection_heads = kvl__dim(&c, "selection_heads");
+    args->selection_heads = list_heads(&c, "selection is", "selection_heads", args);
     args->max_selected = kvl__dim(&c, "max_selected");
-    if (args->selection_heads != 1 && args->selection_heads != args->cache.kv_heads)
-      kvl__call_fail(&c, "selection is for %lld heads, expected 1 or kv_heads = %d",
-                     (long long)args->selection_heads, args->cache.kv_heads);
   }
   if (kvl__arg(&c, "listed?", a->listed, KVL__I32, "tokens list_heads max_selected")) {
-    if (a->selection)
-      kvl__call_fail(&c, "selection and listed are given, expected one of the two");
     args->listed = a->listed->ptr;
-    args->selection_heads = kvl__dim(&c, "list_heads");
+    args->selection_heads = list_heads(&c, "listed is", "list_heads", args);
     args->max_selected = kvl__dim(&c, "max_selected");
-    if (args->selection_heads != 1 && args->selection_heads != args->cache.kv_heads)
-      kvl__call_fail(&c, "listed is for %lld heads, expected 1 or kv_heads = %d",
-                     (long long)args->selection_heads, args->cache.kv_heads);
   }
   if (kvl__arg(
           &c, "slots?", a->slots, KVL__I32,
@@ -150,10 +154,7 @@ int kvl_paged_attention(const kvl_attention *a) {
     if (!a->selection && !a->listed)
       kvl__call_fail(&c, "slots are given without a selection or a list");
     args->slots = a->slots->ptr;
-    args->slot_heads = kvl__dim(&c, "slot_heads");
-    if (args->slot_heads != 1 && args->slot_heads != args->cache.kv_heads)
-      kvl__call_fail(&c, "slots are for %lld heads, expected 1 or kv_heads = %d",
-                     (long long)args->slot_heads, args->cache.kv_heads);
+    args->slot_heads = list_heads(&c, "slots are", "slot_heads", args);
   }
   if (kvl__vector_arg(&c, "prev_out?", a->prev_out, KVL__F32, "tokens heads head_dim"))
     args->prev_out = a->prev_out->ptr;

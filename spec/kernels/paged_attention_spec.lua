@@ -545,6 +545,25 @@ describe("paged attention", function()
     refused({ q = "f8e4m3" }, "q is f8e4m3")
     refused({ dtype = "bf16", q = "f16" }, "q is f16")
   end)
+
+  it("refuses lists that do not fit, in words", function()
+    local function ints(...) return kv.zeros("cpu", "i32", { ... }) end
+    local function call(o)
+      local a = { q = kv.zeros("cpu", "bf16", { 3, 8, 64 }), tables = ints(3, 2),
+                  cache = kv.zeros("cpu", "bf16", { 4, 2, 2, 16, 64 }), lens = ints(3) }
+      for key, value in pairs(o) do a[key] = value end
+      return function() kv.ops.paged_attention(a) end
+    end
+    support.refuses(call { listed = ints(2, 1, 5) }, "listed is i32 [2, 1, 5]",
+      "tokens=3")
+    support.refuses(call { listed = ints(3, 5) }, "listed is i32 [3, 5]")
+    support.refuses(call { listed = ints(3, 4, 5) }, "listed is for 4 heads",
+      "kv_heads = 2")
+    support.refuses(call { listed = kv.zeros("cpu", "i64", { 3, 1, 5 }) }, "i64")
+    support.refuses(call { listed = ints(3, 1, 5), selection = ints(3, 1, 2) },
+      "selection and listed are given, expected one of the two")
+    support.refuses(call { slots = ints(3, 1, 5) }, "without a selection or a list")
+  end)
 end)
 
 describe("paged attention on CUDA #gpu", function()

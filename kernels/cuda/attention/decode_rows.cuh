@@ -218,17 +218,7 @@ template <class T, int D, class C, class H> struct decode_rows {
         top1 = fmaxf(top1, s[n][c + 2]);
       }
     }
-    top0 = warp_max<4>(top0);
-    top1 = warp_max<4>(top1);
-    if (__any_sync(ALL_LANES, top0 > m0 || top1 > m1)) {
-      const float down0 = exp2_fast(m0 - finite_shift(top0));
-      const float down1 = exp2_fast(m1 - finite_shift(top1));
-      m0 = top0;
-      m1 = top1;
-      l0 *= down0;
-      l1 *= down1;
-      scale_rows(out, down0, down1);
-    }
+    raise_maxima(top0, top1, m0, m1, l0, l1, out);
     weigh_rows(s, finite_shift(m0), finite_shift(m1), l0, l1);
   }
 

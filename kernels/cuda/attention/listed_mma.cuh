@@ -4,11 +4,12 @@
  * A thread block takes one token of q, one KV head and up to 64 heads of its group, and walks
  * over its share of the list in tiles of KEYS tokens. K and V of a tile are rows of head_dim
  * numbers anywhere in memory. Neighbouring lanes copy a row, with asynchronous 16-byte
- * copies; two tiles (three for 64 dims of 16 bits) are in flight while one is computed. Meanwhile
- * the threads look up the rows of the tiles after these. Up to 16 heads are the rows of one mma, and the four warps share a tile's keys. More heads
- * take more warps (MW of them along the heads), so that a group reads its tokens once whatever
- * its size. Tiles of f8e4m3 have twice the tokens, and so as many bytes; they become f16 on
- * their way to the tensor cores (paged.cuh).
+ * copies; two tiles (three for 64 dims of 16 bits) are in flight while one is computed.
+ * Meanwhile the threads look up the rows of the tiles after these. Up to 16 heads are the rows
+ * of one mma, and the four warps share a tile's keys. More heads take more warps (MW of them
+ * along the heads), so that a group reads its tokens once whatever its size. Tiles of f8e4m3
+ * have twice the tokens, and so as many bytes; they become f16 on their way to the tensor cores
+ * (paged.cuh).
  *
  * A token that the row may not see is copied as zeros. So the heads of a block, which see the
  * same tokens unless a hook hides some, get no NaN from others.
@@ -331,17 +332,7 @@ template <class T, class C, int D, int MW> struct listed_warp {
         top0 = fmaxf(top0, s[n][c]);
         top1 = fmaxf(top1, s[n][c + 2]);
       }
-    top0 = warp_max<4>(top0);
-    top1 = warp_max<4>(top1);
-    if (__any_sync(ALL_LANES, top0 > m0 || top1 > m1)) {
-      const float down0 = exp2_fast(m0 - finite_shift(top0));
-      const float down1 = exp2_fast(m1 - finite_shift(top1));
-      m0 = top0;
-      m1 = top1;
-      l0 *= down0;
-      l1 *= down1;
-      scale_rows(out, down0, down1);
-    }
+    raise_maxima(top0, top1, m0, m1, l0, l1, out);
     weigh_rows(s, finite_shift(m0), finite_shift(m1), l0, l1);
   }
 

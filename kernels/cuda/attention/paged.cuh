@@ -242,6 +242,23 @@ __device__ __forceinline__ void weigh_rows(float (&s)[N][4], float shift0, float
     }
 }
 
+/* Brings two rows' maxima up to those of new scores, of which a lane knows its own, and their
+ * sums with them. */
+template <int N>
+__device__ __forceinline__ void raise_maxima(float top0, float top1, float &m0, float &m1,
+                                             float &l0, float &l1, float (&out)[N][4]) {
+  top0 = warp_max<4>(top0);
+  top1 = warp_max<4>(top1);
+  if (!__any_sync(ALL_LANES, top0 > m0 || top1 > m1)) return;
+  const float down0 = exp2_fast(m0 - finite_shift(top0));
+  const float down1 = exp2_fast(m1 - finite_shift(top1));
+  m0 = top0;
+  m1 = top1;
+  l0 *= down0;
+  l1 *= down1;
+  scale_rows(out, down0, down1);
+}
+
 /* out += P V for 16 rows: s has their weights of 8 * KEYS8 keys, whose V is in a tile of
  * shared memory from row `first` on. */
 template <class T, int PIECES, int KEYS8, int DIMS8>
@@ -306,8 +323,8 @@ __device__ __forceinline__ void load_fragment(uint32_t (&x)[4], const T *q0, con
 
 /* Every f8e4m3 and every int8 is an f16, too, so K and V become f16 on the way from shared
  * memory to the tensor cores, q is scaled by a power of two into f16's range, and P is f16.
- * ldmatrix moves pairs of bytes. Of a 16-byte piece lane l gets dims 4 (l%4) ... + 3 of a key, but the
- * mma expects 2 (l%4), + 1, + 8, + 9; so q's dims are permuted in the same way. Of V
+ * ldmatrix moves pairs of bytes. Of a 16-byte piece lane l gets dims 4 (l%4) ... + 3 of a key,
+ * but the mma expects 2 (l%4), + 1, + 8, + 9; so q's dims are permuted in the same way. Of V
  * (transposed) a lane gets two dims of two keys, and the columns of a piece's two mma are its
  * even dims and its odd dims. */
 

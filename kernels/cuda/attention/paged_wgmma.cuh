@@ -1,6 +1,6 @@
 /* Flash attention over paged KV for Hopper: 16-bit q, a cache of q's dtype, f8e4m3 or int8,
- * head_dim 64, 96, 128, 192 or 256, blocks of any size; several new tokens a sequence, or one of more
- * than 16 query heads on a KV head. paged_decode.cuh and paged_prefill.cuh do everything else.
+ * head_dim 64, 96, 128, 192 or 256, blocks of any size; several new tokens a sequence, or one
+ * of more than 16 query heads on a KV head. paged_decode.cuh and paged_prefill.cuh do everything else.
  *
  * A thread block stays on its SM and takes item after item: query rows that share a KV head
  * (tokens with all heads of the group); wgmma_plan.cuh tells which. Its warpgroups are
@@ -30,7 +30,8 @@
  * Bytes     2 * keys * head_dim * element per item, from L2
  * Limit     tensor cores; with few rows memory
  * Tolerance P is rounded to q's dtype (over f8e4m3 to f16) before P V, as in paged_prefill.cuh;
- *           int8 times its scale is rounded to q's dtype, too. Soft caps: 7e-7 of a score, or 2e-7 of the cap where scores are near the cap
+ *           int8 times its scale is rounded to q's dtype, too. Soft caps: 7e-7 of a score, or
+ *           2e-7 of the cap where scores are near the cap
  * Best      H200, 2026-11-22, kernels/dev/prefill.cu: bf16, 32/8 heads, head_dim 128, block 16,
  *           random tables, TFLOP/s; in brackets the version before on this machine:
  *             causal 4K  636   8K  690   16K  738 (636)   32K  677 (612)   cuDNN 584, 595
