@@ -34,7 +34,7 @@ function M.call(cache, fn, nth, raises)
   local ok, result = M.at_calls(fn, function(n)
     if n < nth then return end
     if n == nth then C.kvl_interrupt(1) end
-    local is_held = C.kvl_interrupt_hold(0) > 0 or not cache.journal.is_open
+    local is_held = C.kvl_interrupt_hold(0) > 0 or cache.journal.depth == 0
     if raises and not is_held and C.kvl_interrupted() ~= 0 then
       debug.sethook()
       error("interrupted")

@@ -319,7 +319,7 @@ local function graph_key(self)
   local key = ("%d tokens of %d, %d blocks, at most %d, %d words"):format(
     batch.tokens_count, batch.count, batch.touched, batch.open_max,
     batch.tree and batch.tree:size(1) or 0)
-  if #self.attention.shape.followers == 0 then return key end
+  if not self.attention.shape.has_tally then return key end
   -- a tally adds up the rows of each sequence
   return key .. ": " .. table.concat(batch.counts, " ", 1, batch.count)
 end
@@ -341,12 +341,8 @@ end
 
 --- Runs a recorded step. An interrupt waits until the journal has what the step changed.
 local function replay(self, recorded)
-  local journal, entries = self.cache.journal, recorded.entries
   recorded.graph:replay()
-  for i = 1, #entries do
-    entries[i]:replayed()
-    journal:note(entries[i])
-  end
+  self.cache.journal:replayed(recorded.entries)
 end
 
 --- The same from a graph. The first step of a shape is launched from here, which makes

@@ -101,9 +101,9 @@ describe("Ctrl-C", function()
       local cache = kv.cache { device = dev, layers = 1, kv_heads = 1, head_dim = 4,
         block_size = 4, blocks = 4 }
       at_every_instruction(function(n)
-        local is_changed, is_kept = false, false
-        local entry = { undo = function() is_changed = false end,
-                        forget = function() is_kept = true end }
+        local is_changed, is_undone, forgotten = false, false, 0
+        local entry = { forget = function() forgotten = forgotten + 1 end,
+                        undo = function() is_changed, is_undone = false, true end }
         local came, why = interrupted(n, function()
           cache:transaction(function()
             cache.journal:note(entry)
@@ -113,8 +113,10 @@ describe("Ctrl-C", function()
         end, "the change fails")
         came = came and why ~= "the change fails"
         assert.is_false(cache.journal.is_open)
+        assert.equal(0, cache.journal.depth)
         assert.equal(0, cache.journal.count)
-        assert.equal(is_kept, is_changed)
+        assert.equal(forgotten == 1 and not is_undone, is_changed)
+        assert.equal((is_changed or is_undone) and 1 or 0, forgotten)
         return came
       end)
       cache:close()

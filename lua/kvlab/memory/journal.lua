@@ -1,13 +1,24 @@
---- The journal of a cache: what has to be taken back if a step fails. A step happens or
--- it does not: `cache:transaction(fn, ...)` runs fn, and if fn raises, everything that
--- the steps in it changed is as it was before. That is the length of the sequences,
--- blocks that stopped being shared, what policies keep for a sequence, and what a memory
--- tier holds on the device.
+--- The journal of a cache. What a step changes is provisional until the step is over:
+-- the length of the sequences, blocks that stopped being shared, what policies keep for a
+-- sequence, and what a memory tier holds on the device. Whoever is about to change such a
+-- thing while the journal is open (`is_open`) notes an entry. An entry has these methods:
 --
--- Whoever is about to change such a thing inside a transaction (`is_open`) notes an
--- entry: entry:undo() takes the change back, entry:forget() is called when it stays.
--- Entries are undone in the reverse order. A transaction inside another one is undone by
--- itself when it raises, and is undone with the outer one. An undo is never interrupted.
+--   undo(self)     takes the change back
+--   forget(self)   nobody will ask for the entry again: what it held is given back. It is
+--                  the last call, after undo, too
+--   take_back(self, first, own, kept)
+--                  only of what changes token by token: the step had the rows first ...
+--                  first + own - 1 for a sequence (memory/rows.lua), and now only the
+--                  first `kept` of them have been
+--
+-- A step happens or it does not: `cache:transaction(fn, ...)` runs fn, and if fn raises,
+-- the entries are undone in the reverse order. A transaction inside another one is undone
+-- by itself when it raises, and is undone with the outer one. An undo is never
+-- interrupted.
+--
+-- A step of several tokens for a sequence stays provisional after its transaction, until
+-- its attention begins another step, since tokens of a draft may turn out to be wrong:
+-- `take_back` takes back the newest tokens of a sequence, and the other ones stay.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local protected = require "kvlab.protected"
@@ -16,8 +27,10 @@ local C, check = library.C, library.check
 local M = {}
 
 ---@class kvlab.Journal
----@field is_open boolean  a transaction is under way: changes must be noted
----@field count integer    entries
+---@field is_open boolean  something is provisional: changes must be noted
+---@field depth integer    transactions that are under way, one inside the other
+---@field count integer    entries of the transactions that are under way
+---@field step table[]|nil  the entries with take_back of the step that began last
 ---@field recording table[]|nil  entries of the work that is being recorded in a graph
 local Journal = {}
 Journal.__index = Journal
@@ -25,15 +38,69 @@ Journal.__index = Journal
 ---@param cache kvlab.Cache
 ---@return kvlab.Journal
 function M.new(cache)
-  return setmetatable({ cache = cache, is_open = false, count = 0, entries = {},
-    appends = {}, appends_used = 0, states = {}, states_used = 0 }, Journal)
+  return setmetatable({ cache = cache, is_open = false, depth = 0, count = 0,
+    entries = {}, appends = {}, appends_used = 0, states = {}, states_used = 0 }, Journal)
 end
 
---- Notes an entry. It needs the methods undo and forget.
+--- Notes an entry.
 function Journal:note(entry)
+  local step = entry.take_back and self.step
+  if step then
+    entry.step = step -- before it is in the list: an interrupt may come between the two
+    step[#step + 1] = entry
+  end
+  if self.depth == 0 then return end
   local at = self.count + 1
   self.entries[at] = entry
   self.count = at
+  entry.is_noted = true
+end
+
+--- A transaction or a step is done with an entry.
+local function let_go(entry)
+  if not entry.step and not entry.is_noted then entry:forget() end
+end
+
+--- Ends what a step kept for take_back.
+local function settle(step)
+  for i = #step, 1, -1 do
+    local entry = step[i]
+    step[i], entry.step = nil, nil
+    let_go(entry)
+  end
+end
+
+--- Begins a step of an attention, whose last one is settled.
+---@param step table[]  the attention's own list; step.is_known: all that the step changes
+--                      is in it
+---@param is_rows boolean  whether tokens of the step may be taken back
+function Journal:begin(step, is_rows)
+  settle(step)
+  step.is_known, self.step = false, is_rows and step or nil
+  self.is_open = self.depth > 0 or is_rows
+end
+
+--- Notes the entries of work that a graph has just replayed. Interrupts must wait.
+---@param entries table[]  with a method replayed, too, which fills them
+function Journal:replayed(entries)
+  if self.step then self.step.is_known = true end
+  for i = 1, #entries do
+    entries[i]:replayed()
+    self:note(entries[i])
+  end
+end
+
+--- Takes back the newest tokens of sequences in a step, which is settled then. Sequence i
+-- had own[i] rows, the first of them first[i], and keeps own[i] - taken[i].
+function Journal:take_back(step, first, own, taken)
+  for i = #step, 1, -1 do
+    for seq = 1, #own do
+      if taken[seq] > 0 then
+        step[i]:take_back(first[seq], own[seq], own[seq] - taken[seq])
+      end
+    end
+  end
+  settle(step)
 end
 
 --- Takes back the entries after the first `mark`, the newest first. One that fails does
@@ -43,24 +110,29 @@ function Journal:undo(mark)
   while self.count > mark do
     local entry = self.entries[self.count]
     self.entries[self.count], self.count = nil, self.count - 1
+    entry.is_noted = nil
+    if entry.step then entry.step[#entry.step], entry.step = nil, nil end
     local ok, why = pcall(entry.undo, entry)
+    entry:forget()
     if not ok then problem = problem or why end
   end
   return problem
 end
 
-local function finish(self, mark, was_open, ok, ...)
+local function finish(self, mark, ok, ...)
   local problem
-  if ok then
-    for i = self.count, was_open and self.count + 1 or 1, -1 do
-      self.entries[i]:forget()
-      self.entries[i] = nil
-    end
-    if not was_open then self.count = 0 end
-  else
+  self.depth = self.depth - 1
+  if not ok then
     problem = self:undo(mark)
+  elseif self.depth == 0 then
+    for i = self.count, 1, -1 do
+      local entry = self.entries[i]
+      self.entries[i], entry.is_noted = nil, nil
+      let_go(entry)
+    end
+    self.count = 0
   end
-  self.is_open = was_open
+  self.is_open = self.depth > 0 or self.step ~= nil
   C.kvl_interrupt_hold(-1)
   if ok then return ... end
   local why = ...
@@ -74,10 +146,10 @@ end
 --- Runs fn(...). If it raises, takes back what it noted and raises the same error. Once
 -- fn has returned, nothing interrupts the end of the transaction.
 function Journal:transaction(fn, ...)
-  local mark, was_open = self.count, self.is_open
+  local mark = self.count
   C.kvl_interrupt_hold(1)
-  self.is_open = true
-  return finish(self, mark, was_open, protected.pcall(fn, ...))
+  self.depth, self.is_open = self.depth + 1, true
+  return finish(self, mark, protected.pcall(fn, ...))
 end
 
 -- ---- appends --------------------------------------------------------------------------
@@ -137,10 +209,7 @@ function Append:undo()
       n = n + 1
     end
   end
-  local status = C.kvl_sequences_rewind(self.handles, self.lengths, n, self.copies,
-    self.pairs)
-  self:forget()
-  check(status)
+  check(C.kvl_sequences_rewind(self.handles, self.lengths, n, self.copies, self.pairs))
 end
 
 -- ---- states ---------------------------------------------------------------------------
@@ -176,7 +245,6 @@ end
 
 function State:undo()
   self.seq.state[self.keeper] = self.value
-  self:forget()
 end
 
 return M

@@ -157,7 +157,7 @@ function M.attention(o)
   self.shape = {
     device = cache.device, layers = cache.layers, blocks = cache.blocks, heads = o.heads,
     block_size = cache.block_size, kv_heads = cache.kv_heads, head_dim = cache.head_dim,
-    dtype = cache.dtype, format = cache.format, journal = cache.journal, followers = {},
+    dtype = cache.dtype, format = cache.format, journal = cache.journal,
     scale = o.scale or 1 / math.sqrt(cache.head_dim),
     max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks),
   }
@@ -175,7 +175,7 @@ function M.attention(o)
   self.context = context.new(self.shape, limits)
   self.dense_context = context.new(self.shape, limits)
   self.rows, self.scratches = rows.new(cache.device), {}
-  self.step_entry = setmetatable({ tier = cache.tier }, Step)
+  self.step, self.step_entry = {}, setmetatable({ tier = cache.tier }, Step)
   self.prefill_reader, self.decode_reader = cache.tier:readers(self, o.decode_through, 2)
   return self
 end
@@ -212,7 +212,10 @@ local function begin_context(self, batch, is_prefill)
   local p = is_prefill and self.prefill_policy or self.decode_policy
   local reads = not is_prefill and self.reads or nil
   ctx.is_rows = false -- until the rows are there
-  if not is_prefill and (batch.tokens_count ~= batch.count or batch.tree) then
+  local is_rows = not is_prefill and (batch.tokens_count ~= batch.count
+    or batch.tree ~= nil)
+  self.cache.journal:begin(self.step, is_rows)
+  if is_rows then
     dense = self.dense_context
     dense:begin(batch, false, batch.starts)
     dense.policy, dense.reads = p, reads
@@ -221,7 +224,7 @@ local function begin_context(self, batch, is_prefill)
   else
     ctx:begin(batch, is_prefill, is_prefill and batch.starts or nil)
   end
-  ctx.policy, ctx.reads, ctx.dense, ctx.is_rows = p, reads, dense, dense ~= nil
+  ctx.policy, ctx.reads, ctx.dense, ctx.is_rows = p, reads, dense, is_rows
   ctx.checks_scores = self.probe ~= nil
     or not ctx.has_checked[is_prefill and "prefill" or "decode"]
   if reads then reads:forget() end
@@ -254,14 +257,8 @@ function Attention:begin(batch, is_prefill, ends_prompts)
 end
 
 local function take_back(self, counts)
-  local step = self.rows
-  local batch = step.batch
-  for i = 1, batch.count do
-    local seq, taken = batch.seqs[i], counts[i]
-    for _, follower in ipairs(taken > 0 and self.shape.followers or {}) do
-      follower:take_back(seq, step.first[i], step.own[i] - taken, self.context.step)
-    end
-  end
+  local batch = self.rows.batch
+  self.cache.journal:take_back(self.step, self.rows.first, self.rows.own, counts)
   for i = 1, batch.count do
     local seq, taken = batch.seqs[i], counts[i]
     if taken > 0 then
@@ -287,6 +284,10 @@ function Attention:take_back(counts)
   end
   local problem = step:check_taken("take_back", counts)
   if problem then options.fail(problem) end
+  if self.shape.has_tally and not self.step.is_known then
+    options.fail("take_back: a policy has a tally, and a graph that no engine recorded "
+      .. "computed the step, expected forward or an engine's graph")
+  end
   for i = 1, batch.count do
     local length, at_end = batch.seqs[i]:length(), step:length(i)
     if length ~= at_end then
@@ -334,7 +335,9 @@ function Attention:forward(layer, q, k, v, out)
   local hooks = self.hooks
   if hooks and hooks.attention_begin then hooks.attention_begin(ctx) end
   call_hook(self, "attention_begin", ctx)
-  if p.eager and C.kvl_device_is_recording(self.cache.device) == 1 then
+  local is_recorded = C.kvl_device_is_recording(self.cache.device) == 1
+  self.step.is_known = not is_recorded
+  if p.eager and is_recorded then
     error(("policy %s decides at each step what to launch and cannot be recorded in a "
       .. "graph"):format(p.name), 2)
   end

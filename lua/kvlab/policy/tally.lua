@@ -50,10 +50,9 @@ function M.tally(shape, heads, initial)
   local self = setmetatable({ shape = shape, heads = heads, initial = initial or 0,
     row_cells = heads * shape.max_blocks, owners = setmetatable({}, { __mode = "v" }),
     ages = {}, is_due = {}, is_soon = {}, due_count = 0, soon_count = 0,
-    views_of = {}, journal = shape.journal, stores = {}, stores_used = 0,
-    row_count = ROWS, row_ages = {}, ages_before = {}, puts = {},
+    views_of = {}, unnoted = {}, journal = shape.journal, row_count = ROWS,
   }, Tally)
-  if shape.followers then table.insert(shape.followers, self) end
+  shape.has_tally = true
   self.memory, self.layers = tensor.lasting(new_memory, self, ROWS)
   return self
 end
@@ -112,110 +111,139 @@ function Tally:inherit(seq, fork)
   claim(self, fork, to)
 end
 
+--- The parts of a tensor of `count` rows of `cells_row` numbers, each [1, cells_row].
+local function rows_of(t, count, cells_row)
+  local list, all = {}, t:reshape { count, cells_row }
+  for i = 1, count do list[i] = all:narrow(i - 1, 1) end
+  return list
+end
+
 -- ---- taking back ----------------------------------------------------------------------
 
--- Inside a transaction of the cache, these are noted in its journal before a change.
+-- Entries of the cache's journal, which are noted before a change.
 
---- Numbers that store is about to replace: of the cells that begin at `firsts`.
+--- Numbers that store is about to replace: of the cells that begin at `firsts`. In a step
+-- of rows, also the numbers after each row.
 local Store = {}
 Store.__index = Store
 
 local function new_store(self)
-  local heads = self.views.heads
-  return setmetatable({ tally = self, views = self.views,
-    firsts = ffi.new("int32_t[?]", heads),
+  local views = self.views
+  return setmetatable({ tally = self, views = views,
+    firsts = ffi.new("int32_t[?]", views.heads),
     values = tensor.tensor(self.shape.device, "f32", { 1, self.values.count }) }, Store)
 end
 
---- An entry of the present shape; those that were used before serve again.
-local function next_store(self)
-  local at = self.stores_used + 1
-  local entry = self.stores[at]
-  if not entry or entry.views ~= self.views then
-    entry = tensor.lasting(new_store, self)
-    self.stores[at] = entry
+--- Gives an entry what a step of `rows` rows needs.
+local function add_rows(entry, rows)
+  local cells_row = entry.values.count / rows
+  entry.before_rows = rows_of(entry.values, rows, cells_row)
+  entry.after = tensor.tensor(entry.values.device, "f32", { rows, cells_row })
+  entry.after_rows = rows_of(entry.after, rows, cells_row)
+end
+
+--- Keeps what store is about to replace, if that may be taken back or if the rows of a
+-- step are added up. In a recorded step this only prepares the entry: each replay fills
+-- it, and the engine then notes it in the journal.
+---@return table|nil entry
+local function keep_stored(self, ctx)
+  local journal, layer = self.journal, ctx.layer
+  local is_recorded = C.kvl_device_is_recording(self.shape.device) == 1
+  local noted = journal and is_recorded and journal.recording
+    or journal and not is_recorded and journal.is_open
+  if not noted and not ctx.is_rows then return end
+  local former = ctx.is_rows and self.views.stored[layer]
+  if former and former.step then
+    options.fail(("tally: layer %d is stored twice in a step of several tokens, expected "
+      .. "once"):format(layer))
+  end
+  local free = self.views.free_stores
+  local entry = not is_recorded and table.remove(free) or tensor.lasting(new_store, self)
+  if ctx.is_rows and not entry.after then tensor.lasting(add_rows, entry, ctx.seqs) end
+  entry.layer, entry.is_recorded = layer, is_recorded
+  self.layers[layer]:gather(self.views.places_flat, entry.values)
+  if is_recorded then
+    -- The graph keeps writing to an entry that no engine will note.
+    table.insert(noted or self.unnoted, entry)
+  elseif noted then
+    entry:replayed()
+    journal:note(entry)
+  else
+    free[#free + 1] = entry -- read in this call only
   end
   return entry
 end
 
---- Keeps what store is about to replace. In a recorded step this only prepares the entry:
--- each replay fills it, and the engine then notes it in the journal.
-local function keep_stored(self, layer)
-  local journal = self.journal
-  local is_recorded = C.kvl_device_is_recording(self.shape.device) == 1
-  if is_recorded and not journal.recording then return end
-  local entry = is_recorded and tensor.lasting(new_store, self) or next_store(self)
-  entry.layer, entry.is_recorded = layer, is_recorded
-  self.layers[layer]:gather(self.views.places_flat, entry.values)
-  if is_recorded then
-    journal.recording[#journal.recording + 1] = entry
-  else
-    entry:replayed()
-    C.kvl_interrupt_hold(1)
-    self.stores_used = self.stores_used + 1
-    journal:note(entry)
-    C.kvl_interrupt_hold(-1)
-  end
-end
-
---- The numbers are those of this step's sequences, and so are those that take_back needs.
+--- The numbers are those of this step's sequences.
 function Store:replayed()
-  local tally, kept = self.tally, self.views.kept
-  ffi.copy(self.firsts, tally.views.host_firsts, 4 * self.views.heads)
-  if self.is_recorded and kept then kept[self.layer].step = tally.step end
+  local views = self.tally.views
+  ffi.copy(self.firsts, views.host_firsts, 4 * views.heads)
+  views.stored[self.layer] = self
 end
 
 function Store:forget()
-  if not self.is_recorded then self.tally.stores_used = self.tally.stores_used - 1 end
+  if not self.is_recorded then table.insert(self.views.free_stores, self) end
 end
 
 function Store:undo()
   local tally, views = self.tally, self.views
-  self:forget()
   tally.placed = nil -- this step's places are overwritten
   check(C.kvl_tensor_write(views.firsts, self.firsts, 4 * views.heads))
   views.firsts:add(views.columns, views.places)
   tally.layers[self.layer]:scatter_(views.places_flat, self.values)
 end
 
---- A sequence's numbers of a layer, which put is about to change.
+function Store:take_back(first, _, kept)
+  self.tally.layers[self.layer]:scatter_(self.views.row_places[first],
+    kept > 0 and self.after_rows[first + kept - 1] or self.before_rows[first])
+end
+
+--- A sequence's numbers of a layer, which put is about to change; in a step of rows, for
+-- one of them.
 local Put = {}
 Put.__index = Put
 
-local function keep_put(self, layer, row)
+local function keep_put(self, seq, layer, row)
   local values = tensor.lasting(function() return cells(self, layer, row):clone() end)
   self.journal:note(setmetatable({ tally = self, layer = layer, row = row,
-                                   values = values }, Put))
+    step_row = seq.base and seq.row, values = values }, Put))
 end
 
 function Put:forget() self.values:free() end
 
-function Put:undo()
-  cells(self.tally, self.layer, self.row):copy_(self.values)
-  self.values:free()
+function Put:undo() cells(self.tally, self.layer, self.row):copy_(self.values) end
+
+function Put:take_back(first, own, kept)
+  local at = self.step_row
+  if at and at >= first + kept and at < first + own then self:undo() end
 end
 
---- The ages of the sequences of a step, which due is about to change.
+--- The ages of the sequences of a step before and after due changes them.
 local Ages = {}
 Ages.__index = Ages
 
 local function keep_ages(self, seqs)
-  local entry = self.kept_ages or setmetatable({ tally = self, rows = {}, ages = {} },
-    Ages)
+  local entry = self.kept_ages
+    or setmetatable({ tally = self, rows = {}, before = {}, after = {} }, Ages)
   self.kept_ages = nil
   entry.count = #seqs
   for i = 1, #seqs do
     local row = row_of(self, seqs[i])
-    entry.rows[i], entry.ages[i] = row, self.ages[row] or false
+    entry.rows[i], entry.before[i] = row, self.ages[row] or false
   end
   self.journal:note(entry)
+  return entry
 end
 
 function Ages:forget() self.tally.kept_ages = self end
 
 function Ages:undo()
-  for i = 1, self.count do self.tally.ages[self.rows[i]] = self.ages[i] or nil end
-  self:forget()
+  for i = 1, self.count do self.tally.ages[self.rows[i]] = self.before[i] or nil end
+end
+
+function Ages:take_back(first, _, kept)
+  self.tally.ages[self.rows[first]] = kept > 0 and self.after[first + kept - 1]
+    or self.before[first] or nil
 end
 
 -- ---- a step ---------------------------------------------------------------------------
@@ -227,18 +255,10 @@ local function make_views(self, ctx)
     columns = tensor.arange(dev, "i32", n),
     places = tensor.tensor(dev, "i32", { heads, n }),
     values = tensor.tensor(dev, "f32", { ctx.seqs, self.heads, n }),
-    host_firsts = ffi.new("int32_t[?]", heads) }
+    host_firsts = ffi.new("int32_t[?]", heads), free_stores = {}, stored = {} }
   v.places_flat = v.places:reshape { 1, heads * n }
   v.flat = v.values:reshape { 1, heads * n }
   return v
-end
-
---- Forgets what take_back would need of the last step.
-local function forget_puts(self)
-  for i = #self.puts, 1, -1 do
-    self.puts[i].values:free()
-    self.puts[i] = nil
-  end
 end
 
 --- Whether the places are those of the step's sequences.
@@ -262,8 +282,6 @@ function Tally:begin(ctx)
   if self.views ~= views then
     self.views, self.values, self.placed = views, views.values, nil
   end
-  forget_puts(self)
-  self.step = ctx.step
   if is_placed(self, ctx) then return end
   self.placed = nil -- until all is done: a step may be interrupted anywhere
   for i = 0, ctx.seqs - 1 do
@@ -295,95 +313,40 @@ end
 -- ---- steps of several tokens a sequence -----------------------------------------------
 
 -- The rows of a sequence (memory/rows.lua) have one row of the tally. self.values has a
--- copy of it for each of them; after[layer] keeps what each of them left, so that tokens
--- can be taken back.
+-- copy of it for each of them.
 
---- The views of the rows of values that steps of several tokens need in addition to
--- make_views.
+--- The views of the rows that steps of several tokens need in addition to make_views.
 local function add_row_views(self, ctx, v)
-  local dev, cells_row = self.shape.device, self.heads * ctx.width
-  local function rows_of(t)
-    local list, all = {}, t:reshape { ctx.seqs, cells_row }
-    for i = 1, ctx.seqs do list[i] = all:narrow(i - 1, 1) end
-    return list
-  end
-  local kept, rows, places = {}, rows_of(v.values), rows_of(v.places)
-  for layer = 0, self.shape.layers - 1 do
-    local before = tensor.tensor(dev, "f32", { 1, ctx.seqs * cells_row })
-    local after = tensor.tensor(dev, "f32", { ctx.seqs, cells_row })
-    kept[layer] = { before = before, before_rows = rows_of(before), after = after,
-                    after_rows = rows_of(after) }
-  end
-  v.rows, v.row_places, v.kept = rows, places, kept
+  local cells_row = self.heads * ctx.width
+  v.rows = rows_of(v.values, ctx.seqs, cells_row)
+  v.row_places = rows_of(v.places, ctx.seqs, cells_row)
 end
 
---- Makes the values of each row those after it, keeps them, and gives all rows of a
--- sequence the last ones, which store then writes. is_sum: the values of a row are the
--- numbers that load read with what this row alone adds to them.
-local function join_rows(self, ctx, numbers, is_sum)
+--- Makes the values of each row those after it, keeps them in the entry, and gives all
+-- rows of a sequence the last ones, which store then writes. is_sum: the values of a row
+-- are the numbers that load read with what this row alone adds to them.
+local function join_rows(self, ctx, entry, is_sum)
   local v, step = self.views, ctx.batch
-  if not v.kept then tensor.lasting(add_row_views, self, ctx, v) end
-  local kept = v.kept[ctx.layer]
-  numbers:gather(v.places_flat, kept.before)
+  if not v.rows then tensor.lasting(add_row_views, self, ctx, v) end
   for i = 1, #step.own do
     local first, last = step.first[i], step.first[i] + step.own[i] - 1
     for row = first + 1, is_sum and last or first do
       local own = v.rows[row]
-      own:sub(kept.before_rows[row], own):add(v.rows[row - 1], own)
+      own:sub(entry.before_rows[row], own):add(v.rows[row - 1], own)
     end
   end
-  kept.after:copy_(v.values:reshape(kept.after:dims()))
+  entry.after:copy_(v.values:reshape(entry.after:dims()))
   for i = 1, #step.own do
     local first, last = step.first[i], step.first[i] + step.own[i] - 1
     for row = first, last - 1 do v.rows[row]:copy_(v.rows[last]) end
-  end
-  kept.step = ctx.step
-  if C.kvl_device_is_recording(self.shape.device) == 1 then
-    -- The journal's entry says at each replay that it was this step's. Without a journal
-    -- nobody does, and every step of the shape is taken to be a replay.
-    kept.is_replayed = not (self.journal and self.journal.recording)
-  end
-end
-
---- Takes back what put changed for rows from `row` on of a sequence.
-local function undo_puts(self, seq, row)
-  for i = #self.puts, 1, -1 do
-    local one = self.puts[i]
-    if one.seq == seq and one.at >= row then
-      cells(self, one.layer, one.row):copy_(one.values)
-      one.values:free()
-      table.remove(self.puts, i)
-    end
-  end
-end
-
---- Makes the numbers of a sequence what they were after the first `kept` of its tokens in
--- step number `step` of the attention, whose rows begin with `first`. The attention calls
--- this (shape.followers) when tokens are taken back.
-function Tally:take_back(seq, first, kept, step)
-  if not self.step or self.step ~= step then return end
-  undo_puts(self, seq, first + kept)
-  local v = self.views
-  for layer = 0, v.kept and self.shape.layers - 1 or -1 do
-    local k = v.kept[layer]
-    if k.step == step or k.is_replayed then
-      self.layers[layer]:scatter_(v.row_places[first],
-        kept > 0 and k.after_rows[first + kept - 1] or k.before_rows[first])
-    end
-  end
-  if self.due_step == step then
-    local age = self.row_ages[first + kept - 1]
-    if kept == 0 then age = self.ages_before[first] end
-    self.ages[seq.state[self]] = age
   end
 end
 
 --- Writes self.values back. In a step of several tokens a sequence, what each of them
 -- adds to the numbers that load read is added up.
 function Tally:store(ctx)
-  local numbers = layer_of(self, ctx)
-  if self.journal and self.journal.is_open then keep_stored(self, ctx.layer) end
-  if ctx.is_rows then join_rows(self, ctx, numbers, true) end
+  local numbers, entry = layer_of(self, ctx), keep_stored(self, ctx)
+  if ctx.is_rows then join_rows(self, ctx, entry, true) end
   numbers:scatter_(self.views.places_flat, self.views.flat)
 end
 
@@ -401,14 +364,13 @@ end
 -- after begin.
 ---@return integer due
 function Tally:due(ctx, period, ahead)
-  self.due_step = ctx.step
   self.due_count, self.soon_count = 0, 0
-  if self.journal and self.journal.is_open then keep_ages(self, ctx.sequences) end
+  local entry = self.journal and self.journal.is_open and keep_ages(self, ctx.sequences)
   for i, seq in ipairs(ctx.sequences) do
     local row = row_of(self, seq)
-    local before = self.ages[row]
-    local age = ((before or -1) + 1) % period
-    self.ages[row], self.row_ages[i], self.ages_before[i] = age, age, before
+    local age = ((self.ages[row] or -1) + 1) % period
+    self.ages[row] = age
+    if entry then entry.after[i] = age end
     self.is_due[i] = age == 0
     self.is_soon[i] = age > 0 and age + (ahead or 0) >= period
     if age == 0 then self.due_count = self.due_count + 1 end
@@ -449,9 +411,8 @@ function Tally:renew(ctx, make, owner)
     return self.values
   end
   local numbers, chosen = layer_of(self, ctx), ctx:new_scores(self.heads)
-  if self.journal and self.journal.is_open then keep_stored(self, ctx.layer) end
   chosen:copy_(self.values)
-  join_rows(self, ctx, numbers, false)
+  join_rows(self, ctx, keep_stored(self, ctx), false)
   numbers:scatter_(self.views.places_flat, self.views.flat)
   return chosen -- in self.values every row has its sequence's last
 end
@@ -469,20 +430,12 @@ end
 
 -- ---- one sequence ---------------------------------------------------------------------
 
---- Keeps what put is about to change in a step of rows, for take_back.
-local function note_put(self, seq, layer, row)
-  local values = tensor.lasting(function() return cells(self, layer, row):clone() end)
-  table.insert(self.puts, { layer = layer, row = row, seq = seq.base, at = seq.row,
-                            values = values })
-end
-
 local function put(self, seq, layer, values, add)
   local dev, n = self.shape.device, values:size(1)
   local places = tensor.arange(dev, "i32", self.heads, 0, self.shape.max_blocks)
     :reshape { self.heads, 1 } + tensor.arange(dev, "i32", n)
   local row = row_of(self, seq)
-  if self.journal and self.journal.is_open then keep_put(self, layer, row) end
-  if seq.base then note_put(self, seq, layer, row) end
+  if self.journal and self.journal.is_open then keep_put(self, seq, layer, row) end
   row = cells(self, layer, row):reshape { 1, self.row_cells }
   local from = values:reshape { 1, self.heads * n }
   places = places:reshape { 1, self.heads * n }
@@ -520,7 +473,6 @@ arguments.methods(Tally, "a tally", {
           ahead = options.optional(options.whole) },
   renew = STEP, foresee = STEP,
   put = { seq = objects.sequence, layer = options.whole, values = kinds.tensor },
-  take_back = { seq = objects.sequence, first = options.whole, kept = options.whole },
 })
 
 return M
