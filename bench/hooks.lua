@@ -96,7 +96,7 @@ local function emitting(emit)
     complete = false, select_blocks = function() end, emit = emit } {}
 end
 
-local is_newest = e.query_position:ge(e.length - 32)
+local is_newest = e.query_index:ge(e.length - 32)
 local PREFILLS = {
   { "prefill", function() return kv.policy "full" end },
   { "prefill, mass by emit", function()

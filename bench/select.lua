@@ -1,6 +1,6 @@
 --- Choosing blocks. P6 is exact top-k of f32 rows, through the top-k op and through
 -- select; P6b the same of rows of 2^20, and of rows with few distinct values. E8 is top-k
--- of tokens: as positions, as places, and tile by tile. P8 is the scores of Quest's
+-- of tokens: as indices, as places, and tile by tile. P8 is the scores of Quest's
 -- bound.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
@@ -77,8 +77,8 @@ local function places_of(b, rows, n)
   return order:reshape({ rows, width }):to(b.device)
 end
 
---- Turns the places of one row back into positions by its block table.
-local function positions_of(places, table_row)
+--- Turns the places of one row back into indices by its block table.
+local function indices_of(places, table_row)
   local logical, list = {}, {}
   for b, block in ipairs(table_row:list()) do logical[block] = b - 1 end
   for i, place in ipairs(places:list()) do
@@ -87,15 +87,15 @@ local function positions_of(places, table_row)
   return kv.from("cpu", "i32", { #list }, list)
 end
 
---- to: "positions" or "places". fused: one op makes them; otherwise one op finds the
--- positions and a second one transforms them.
+--- to: "indices" or "places". fused: one op makes them; otherwise one op finds the
+-- indices and a second one transforms them.
 local function transform(rows, n, k, to, fused)
   return function(b)
     local x, dev = rows_of(b, rows, n), b.device
     local lens = kv.full(dev, "i32", { rows }, n)
     local out = kv.full(dev, "i32", { rows, k }, -1)
     local call = { logits = x, lens = lens, out = out }
-    local later = { positions = out, out = out, block_size = BLOCK_SIZE }
+    local later = { indices = out, out = out, block_size = BLOCK_SIZE }
     local tables = to == "places" and places_of(b, rows, n)
     if fused then call.tables, call.block_size = tables or nil, BLOCK_SIZE
     else later.tables = tables end
@@ -107,7 +107,7 @@ local function transform(rows, n, k, to, fused)
       run()
       local got = out:to "cpu"
       for r = 0, tables and rows - 1 or -1, math.max(rows - 1, 1) do
-        got:index(r):copy_(positions_of(got:index(r), tables:index(r)))
+        got:index(r):copy_(indices_of(got:index(r), tables:index(r)))
       end
       check_rows(x, got, k, true)
     end }
@@ -126,21 +126,21 @@ local function tiles(rows, n, k, tile)
     end
     local values = { kv.full(dev, "f32", { rows, k }, 0 / 0),
                      kv.full(dev, "f32", { rows, k }, 0 / 0) }
-    local positions = { kv.full(dev, "i32", { rows, k }, -7),
+    local indices = { kv.full(dev, "i32", { rows, k }, -7),
                         kv.full(dev, "i32", { rows, k }, -7) }
     local call = { lens = lens }
     local function run()
       for i, part in ipairs(parts) do
         local from = i % 2 + 1
         call.logits, call.first = part.logits, part.first
-        call.kept_values, call.kept_positions = values[from], positions[from]
-        call.values, call.positions = values[3 - from], positions[3 - from]
+        call.kept_values, call.kept_indices = values[from], indices[from]
+        call.values, call.indices = values[3 - from], indices[3 - from]
         kv.ops.step.topk_merge(call)
       end
     end
     return { run = run, bytes = 4 * rows * (n + k), check = function()
       run()
-      check_rows(x, call.positions, k, true)
+      check_rows(x, call.indices, k, true)
     end }
   end
 end
@@ -211,7 +211,7 @@ return function(b)
     local n, k = b:shrunk(row[2]), b:shrunk(2048)
     local of = ("of [%d, %d] k %d"):format(row[1], n, k)
     b:case { id = "E8", name = "top-k positions " .. of,
-             setup = transform(row[1], n, k, "positions", true) }
+             setup = transform(row[1], n, k, "indices", true) }
     b:case { id = "E8", name = "top-k places " .. of,
              setup = transform(row[1], n, k, "places", true) }
     b:case { id = "E8", name = "top-k, then places, " .. of,

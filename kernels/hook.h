@@ -18,7 +18,7 @@ struct kvl_hooked_attention_args {
   /* What the backend's code_hook gives: on the CPU a kvl_hook, in CUDA a CUlibrary with the
    * attention kernel of this shape. NULL: there is no hook. */
   void *hook;
-  /* Optional f32 [tokens, heads, max_blocks * block_size]: the final scores by the position
+  /* Optional f32 [tokens, heads, max_blocks * block_size]: the final scores by the index
    * of their key; -inf for a key that the hook hides. The place of a key that the row does not
    * see (not selected, outside of the window, after the row) is written or left as it is. */
   float *scores;
@@ -29,11 +29,11 @@ struct kvl_hooked_attention_args {
 struct kvl_hook_row {
   int64_t seq;
   int32_t kv_heads, kv_head, head; /* head: of the KV head's group */
-  int32_t length, query_position;
+  int32_t length, query_index;
 };
-/* Changes scores[0 ... n - 1], whose keys have these positions. Both arrays can be read, and
+/* Changes scores[0 ... n - 1], whose keys have these indices. Both arrays can be read, and
  * scores written, up to the next multiple of 16. */
 typedef void kvl_hook(const void *arguments, const struct kvl_hook_row *row,
-                      const int32_t *positions, int n, float *scores);
+                      const int32_t *indices, int n, float *scores);
 
 #endif

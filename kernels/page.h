@@ -98,4 +98,21 @@ KVL_INLINE struct kvl_run kvl__run(const struct kvl_pages *p, int64_t lanes, int
   return r;
 }
 
+/* A token has two numbers. Its index is its number among the tokens that its sequence holds:
+ * tables, selections, lists, causality and draft trees go by it, and so do kept scores. Its
+ * position is its number in the text: rotations, windows, ALiBi and hooks go by it. A sequence
+ * holds the whole of its text, so the two are the same, which only these functions know. */
+KVL_INLINE int32_t kvl__position(int32_t index) { return index; }
+/* The first index whose position is at least `position`. */
+KVL_INLINE int32_t kvl__first_index(int32_t position) { return position; }
+/* How many positions a key lies after a query, which are given by their indices. */
+KVL_INLINE int32_t kvl__apart(int32_t key, int32_t query) {
+  return kvl__position(key) - kvl__position(query);
+}
+/* The first index that a query sees through a window, which is 0 if there is none. */
+KVL_INLINE int32_t kvl__window_begin(int32_t window, int32_t query) {
+  const int32_t position = kvl__position(query);
+  return window > 0 && window <= position ? kvl__first_index(position + 1 - window) : 0;
+}
+
 #endif

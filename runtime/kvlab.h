@@ -495,22 +495,24 @@ int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
  *                  out may alias prev_out, but lse may not alias prev_lse
  *  out        like q, or f32  [tokens, heads, head_dim]
  *  lse        f32  [tokens, heads]  log of the softmax's denominator; may be NULL
- * causal: a row sees the keys at positions <= its own; otherwise it sees every key of the
+ * A token has an index, its number among those that its sequence holds, and a position, its
+ * number in the text.
+ * causal: a row sees the keys at indices <= its own; otherwise it sees every key of the
  * sequence. window: a row does not see keys at positions <= its own - window; 0: no window.
  * soft_cap: a score s = scale * q k becomes soft_cap * tanh(s / soft_cap) before the ALiBi
  * bias is added; 0: no cap.
  * tree       u64  [tokens, words], words 1 or 2: which of the newest keys of its sequence each
  *                  row sees, when these are the tokens of a draft tree. Bit i (bit i % 64 of
- *                  word i / 64) stands for the key at position lens[s] - 1 - i; 0 hides it.
+ *                  word i / 64) stands for the key at index lens[s] - 1 - i; 0 hides it.
  *                  Keys further back than that are not hidden. NULL: no tree. A tree goes
- *                  neither with alibi nor with a window, because the position of a token in
- *                  the cache is not its position in the text
+ *                  neither with alibi nor with a window, because the positions of its tokens
+ *                  are not known here
  * A row that sees no key gets out 0 and lse -inf.
  *
  * hook: NULL, or code that changes the scores before the softmax (kvl_code_open). Its
  * `hook_bytes` bytes of arguments are copied; it reads `hook_tensors_count` tensors.
  *  scores     f32  [tokens, heads, max_blocks * block_size]  receives the scores that the
- *                  softmax saw, by the position of their key; places of keys that a row does
+ *                  softmax saw, by the index of their key; places of keys that a row does
  *                  not see keep what they had, or not. NULL: they are not kept. A GPU keeps
  *                  them in decode alone, and with a hook */
 typedef struct kvl_attention {
@@ -705,14 +707,15 @@ int kvl_mqa_logits_paged(const kvl_tensor *q, const kvl_tensor *weights,
 /* ---- tokens by top-k ------------------------------------------------------------------- */
 /* These ops turn a row of logits, one per token, into the tokens that sparse attention
  * reads. The tokens of row r are the columns starts[r] ... starts[r] + lens[r] - 1, cut to
- * the columns that exist. Their positions count from 0 at starts[r]. The contents of other
- * columns do not matter. The top-k is exact: of equal logits the lower position wins, and -0
+ * the columns that exist. Their indices count from 0 at starts[r]. The contents of other
+ * columns do not matter. The top-k is exact: of equal logits the lower index wins, and -0
  * equals 0. A token whose logit is -inf or NaN is not eligible: it is never taken, however
- * few others there are. Positions come in ascending order, padded with -1. Source: the top-k and its transforms in SGLang's NSA indexer; that top-k is unordered
- * and drops candidates past 16384. */
+ * few others there are. Indices come in ascending order, padded with -1.
+ * Source: the top-k and its transforms in SGLang's NSA indexer; that top-k is unordered and
+ * drops candidates past 16384. */
 
-/* Says what the op writes instead of positions. With NULL, or with all three tensors NULL,
- * it writes the positions.
+/* Says what the op writes instead of indices. With NULL, or with all three tensors NULL,
+ * it writes the indices.
  *  tables        i32  [sequences, width]  PAGED: the place of the token, tables[s][p /
  *                     block_size] * block_size + p % block_size, with s = row_sequence[r];
  *                     -1 where the table has no block. Tables are read in place
@@ -733,10 +736,10 @@ int kvl_topk_transform(const kvl_tensor *logits, const kvl_tensor *starts,
                        const kvl_tensor *lens, const kvl_transform *transform,
                        const kvl_tensor *out);
 /* Applies the transformation alone.
- *  positions  i32  [rows, k]  a position < 0 gives -1; NULL: 0 ... lens[r] - 1
- *  lens       i32  [rows]     given when positions is NULL, and else NULL
- *  out        i32  [rows, k]  may be positions */
-int kvl_transform_indices(const kvl_tensor *positions, const kvl_tensor *lens,
+ *  indices  i32  [rows, k]  an index < 0 gives -1; NULL: 0 ... lens[r] - 1
+ *  lens     i32  [rows]     given when indices is NULL, and else NULL
+ *  out      i32  [rows, k]  may be indices */
+int kvl_transform_indices(const kvl_tensor *indices, const kvl_tensor *lens,
                           const kvl_transform *transform, const kvl_tensor *out);
 /* A running top-k, for rows that are never in memory as a whole. It merges the columns first
  * ... first + n - 1 with the k largest logits of the columns before them. What was kept
@@ -744,13 +747,13 @@ int kvl_transform_indices(const kvl_tensor *positions, const kvl_tensor *lens,
  *  logits           f32 bf16  [rows, n]
  *  starts, lens     i32  [rows]     in columns of the whole row; starts may be NULL
  *  kept_values      f32  [rows, k]  result of the call before; anything when first is 0
- *  kept_positions   i32  [rows, k]
+ *  kept_indices     i32  [rows, k]
  *  values           f32  [rows, k]  padded with -inf; not the memory of kept_values
- *  positions        i32  [rows, k]  not the memory of kept_positions */
+ *  indices          i32  [rows, k]  not the memory of kept_indices */
 int kvl_topk_merge(const kvl_tensor *logits, int64_t first, const kvl_tensor *starts,
                    const kvl_tensor *lens, const kvl_tensor *kept_values,
-                   const kvl_tensor *kept_positions, const kvl_tensor *values,
-                   const kvl_tensor *positions);
+                   const kvl_tensor *kept_indices, const kvl_tensor *values,
+                   const kvl_tensor *indices);
 /* Writes the places of a range of tokens of every sequence, one sequence after the other:
  * out[ends[s - 1] + i] is the place of token starts[s] + i of sequence s, as PAGED above.
  * Entries from ends[sequences - 1] on get -1.

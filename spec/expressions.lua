@@ -254,7 +254,7 @@ local function leaf(self)
       function() return e.block, 8 end, function() return e.length, 128 end,
       function() return e.position, 128 end, function() return e.blocks, 8 end,
       function() return e.kv_head, 4 end, function() return e.param "weight", 3 end,
-      function() return e.q, 2 end }
+      function() return e.q, 2 end, function() return e.index, 128 end }
     for _, name in ipairs(support.names(self.fields)) do
       local bound = self.fields[name]
       choices[#choices + 1] = function() return e[name], bound end

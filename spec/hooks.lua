@@ -288,7 +288,8 @@ end
 local e = kv.expr
 local OF_KEY = {
   function() return e.logit, 32 end, function() return e.position, 128 end,
-  function() return e.query_position, 128 end, function() return e.block, 32 end,
+  function() return e.query_position, 128 end, function() return e.index, 128 end,
+  function() return e.query_index, 128 end, function() return e.block, 32 end,
   function() return e.blocks, 32 end, function() return e.length, 128 end,
   function() return e.kv_head, 4 end, function() return e.param "weight", 3 end,
   function() return e.input "mix", 3 end,
@@ -298,7 +299,7 @@ local OF_BLOCK = {
   function() return e.position, 128 end, function() return e.block, 32 end,
   function() return e.tokens, 16 end, function() return e.length, 128 end,
   function() return e.input "mix", 3 end, function() return e.param "weight", 3 end,
-  function() return e.query_position, 128 end,
+  function() return e.query_position, 128 end, function() return e.query_index, 128 end,
 }
 
 --- A policy of random expressions of attention.

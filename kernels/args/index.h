@@ -68,7 +68,7 @@ struct kvl_mqa_logits_paged_args {
   int32_t heads, dtype;
 };
 
-/* How positions of tokens are transformed, see kvl_transform. */
+/* How indices of tokens are transformed, see kvl_transform. */
 struct kvl_transform_view {
   const int32_t *tables;       /* optional [sequences, width] */
   const int32_t *row_sequence; /* optional [rows] */
@@ -87,9 +87,9 @@ struct kvl_topk_transform_args {
   int32_t dtype;
 };
 struct kvl_transform_indices_args {
-  const int32_t *positions; /* optional [rows, k] */
-  const int32_t *lens;      /* [rows], without positions */
-  int32_t *out;             /* [rows, k] */
+  const int32_t *indices; /* optional [rows, k] */
+  const int32_t *lens;    /* [rows], without indices */
+  int32_t *out;           /* [rows, k] */
   struct kvl_transform_view transform;
   int64_t rows, k;
 };
@@ -98,9 +98,9 @@ struct kvl_topk_merge_args {
   const int32_t *starts; /* optional [rows] */
   const int32_t *lens;
   const float *kept_values; /* [rows, k] */
-  const int32_t *kept_positions;
+  const int32_t *kept_indices;
   float *values; /* [rows, k] */
-  int32_t *positions;
+  int32_t *indices;
   int64_t rows, n, k, first;
   int32_t dtype;
 };
@@ -151,11 +151,11 @@ KVL_INLINE struct kvl_row_transform kvl__row_transform(const struct kvl_transfor
   }
   return r;
 }
-KVL_INLINE int32_t kvl__transformed(struct kvl_row_transform t, int32_t position) {
-  if (position < 0) return -1;
-  if (t.block_size == 0) return position + t.offset;
+KVL_INLINE int32_t kvl__transformed(struct kvl_row_transform t, int32_t index) {
+  if (index < 0) return -1;
+  if (t.block_size == 0) return index + t.offset;
   /* unsigned division is faster */
-  uint32_t p = (uint32_t)position, size = (uint32_t)t.block_size;
+  uint32_t p = (uint32_t)index, size = (uint32_t)t.block_size;
   if ((int64_t)(p / size) >= t.width) return -1;
   int32_t block = t.table[p / size];
   return block < 0 ? -1 : block * t.block_size + (int32_t)(p % size);

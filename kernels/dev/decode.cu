@@ -293,16 +293,16 @@ __global__ void reference(kvl_paged_attention_args a, float *scores, int64_t mos
   for (int64_t k = threadIdx.x; k < entries * c.block_size; k += blockDim.x) {
     int block, t = (int)(k % c.block_size);
     int64_t p = physical(k / c.block_size, block);
-    int position = block * c.block_size + t;
+    int index = block * c.block_size + t;
     score[k] = -INFINITY;
-    if (p < 0 || position >= len || (a.window && position <= at - a.window)) continue;
+    if (p < 0 || index >= len || (a.window && index <= at - a.window)) continue;
     double dot = 0;
     for (int d = 0; d < c.key.dim; d++)
       dot += (double)element(a.q, a.dtype, row * c.key.dim + d) *
              element(place(p, 0, t), c.codec, d);
     dot *= a.scale * (c.k_scale ? c.k_scale[g] : 1.f);
     if (a.soft_cap) dot = a.soft_cap * tanh(dot / a.soft_cap);
-    score[k] = (float)(dot + (a.alibi ? a.alibi[h] * (double)(position - at) : 0));
+    score[k] = (float)(dot + (a.alibi ? a.alibi[h] * (double)(index - at) : 0));
   }
   __syncthreads();
   if (threadIdx.x == 0) {

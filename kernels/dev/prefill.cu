@@ -40,10 +40,10 @@ namespace {
 /* What a policy's hook may be: it reads all that it is given. */
 struct test_hook {
   static constexpr bool ACTIVE = true, KEEPS = false;
-  __device__ float operator()(float score, const hook_row &row, int position) const {
-    const int back = row.query_position - position;
-    score += 0.01f * (float)(position % 7 - row.head % 3) + 0.05f * (float)row.kv_head;
-    if (position / 16 % 5 == 3 && back > 64 && position < row.length - 9) score = -INFINITY;
+  __device__ float operator()(float score, const hook_row &row, int index) const {
+    const int back = row.query_index - index;
+    score += 0.01f * (float)(index % 7 - row.head % 3) + 0.05f * (float)row.kv_head;
+    if (index / 16 % 5 == 3 && back > 64 && index < row.length - 9) score = -INFINITY;
     return score + (row.seq == 1 ? 0.1f : 0.f);
   }
 };
@@ -51,9 +51,8 @@ struct test_hook {
 /* One that is as cheap as most: ALiBi. */
 struct light_hook {
   static constexpr bool ACTIVE = true, KEEPS = false;
-  __device__ float operator()(float score, const hook_row &row, int position) const {
-    return score +
-           exp2f(-2.f * (float)(row.head + 1)) * (float)(position - row.query_position);
+  __device__ float operator()(float score, const hook_row &row, int index) const {
+    return score + exp2f(-2.f * (float)(row.head + 1)) * (float)(index - row.query_index);
   }
 };
 
@@ -77,7 +76,7 @@ __global__ void reference(kvl_paged_attention_args a, bool hooked, float *out, f
     q[i] = to_float(((const T *)a.q)[(token * a.heads + head) * d + i]);
   __syncthreads();
   const int entries = (int)(a.selection ? a.max_selected : a.max_blocks);
-  auto row = [&](int i, int &position)
+  auto row = [&](int i, int &index)
       -> int64_t { /* where a key's K begins, or -1 */
                    int entry = i / c.block_size, block = entry;
                    if (a.selection)
@@ -86,9 +85,9 @@ __global__ void reference(kvl_paged_attention_args a, bool hooked, float *out, f
                                              a.max_selected +
                                          entry];
                    if (block < 0 || block >= a.max_blocks) return -1;
-                   position = block * c.block_size + i % c.block_size;
-                   if (position >= length || (a.causal && position > at)) return -1;
-                   if (a.window && position <= at - a.window) return -1;
+                   index = block * c.block_size + i % c.block_size;
+                   if (index >= length || (a.causal && index > at)) return -1;
+                   if (a.window && index <= at - a.window) return -1;
                    int64_t physical = a.tables[seq * a.max_blocks + block];
                    if (a.slots)
                      physical =
@@ -114,21 +113,20 @@ __global__ void reference(kvl_paged_attention_args a, bool hooked, float *out, f
   const int keys = entries * c.block_size;
   float m = -INFINITY;
   for (int i = threadIdx.x; i < keys; i += blockDim.x) {
-    int position;
-    const int64_t k = row(i, position);
+    int index;
+    const int64_t k = row(i, index);
     float s = -INFINITY;
     if (k >= 0) {
       s = 0.f;
       for (int e = 0; e < d; e++) s += q[e] * cached(k, e);
       s *= a.scale * k_scale;
       if (a.soft_cap > 0.f) s = a.soft_cap * tanhf(s / a.soft_cap);
-      if (a.alibi) s += a.alibi[head] * (position - at);
+      if (a.alibi) s += a.alibi[head] * (index - at);
       if (hooked) {
         const hook_row of = {seq, c.kv_heads, kv_head, (int)head % group, length, at};
-        s = test_hook()(s * LOG2E, of, position) * LN2;
+        s = test_hook()(s * LOG2E, of, index) * LN2;
       }
-      if (a.tree && position >= tree_begin(a, length) &&
-          !tree_shows(a, token, length, position))
+      if (a.tree && index >= tree_begin(a, length) && !tree_shows(a, token, length, index))
         s = -INFINITY;
     }
     scores[i] = s;
@@ -148,8 +146,8 @@ __global__ void reference(kvl_paged_attention_args a, bool hooked, float *out, f
   for (int e = threadIdx.x; e < d; e += blockDim.x) {
     float x = 0.f;
     for (int i = 0; i < keys; i++) {
-      int position;
-      const int64_t k = scores[i] > 0.f ? row(i, position) : -1;
+      int index;
+      const int64_t k = scores[i] > 0.f ? row(i, index) : -1;
       if (k >= 0) x += scores[i] * cached(k + to_value, e);
     }
     x = sum > 0.f ? x / sum * v_scale : 0.f;

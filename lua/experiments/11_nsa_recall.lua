@@ -34,7 +34,7 @@ local function exact_attention(attention, ctx, seq, columns, length)
     :softmax(s.scale):sum(0):reshape { 1, columns }
 end
 
---- Returns the positions that are selected for sequence seq (counted from 0), as the keys
+--- Returns the indices that are selected for sequence seq (counted from 0), as the keys
 -- of a table, and their number.
 local function selected(ctx, seq, list, length, by_block)
   local taken, count, size = {}, 0, ctx.block_size

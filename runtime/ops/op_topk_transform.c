@@ -29,7 +29,7 @@ static struct kvl_transform_view transform_args(struct kvl__call *c, const kvl_t
   return view;
 }
 
-/* Columns and positions are i32 on the device. */
+/* Columns and indices are i32 on the device. */
 static void expect_columns(struct kvl__call *c, int64_t n) {
   if (c->status >= 0 && n > INT32_MAX)
     kvl__call_fail(c, "%lld columns, expected at most %d", (long long)n, INT32_MAX);
@@ -58,20 +58,20 @@ int kvl_topk_transform(const kvl_tensor *logits, const kvl_tensor *starts,
   return KVL__LAUNCH(&c, topk_transform, args);
 }
 
-int kvl_transform_indices(const kvl_tensor *positions, const kvl_tensor *lens,
+int kvl_transform_indices(const kvl_tensor *indices, const kvl_tensor *lens,
                           const kvl_transform *transform, const kvl_tensor *out) {
   struct kvl__call c = {.op = "transform_indices"};
-  if (!positions == !lens)
-    kvl__call_fail(&c, "positions and lens are both %s, expected one of them",
-                   positions ? "given" : "missing");
-  kvl__arg(&c, "positions?", positions, KVL__I32, "rows k");
+  if (!indices == !lens)
+    kvl__call_fail(&c, "indices and lens are both %s, expected one of them",
+                   indices ? "given" : "missing");
+  kvl__arg(&c, "indices?", indices, KVL__I32, "rows k");
   kvl__arg(&c, "lens?", lens, KVL__I32, "rows");
   kvl__arg(&c, "out", out, KVL__I32, "rows k");
   int64_t rows = kvl__dim(&c, "rows");
   struct kvl_transform_indices_args args = {
       .transform = transform_args(&c, transform, rows), .rows = rows, .k = kvl__dim(&c, "k")};
   if (c.status < 0) return c.status;
-  args.positions = positions ? positions->ptr : NULL;
+  args.indices = indices ? indices->ptr : NULL;
   args.lens = lens ? lens->ptr : NULL;
   args.out = out->ptr;
   return KVL__LAUNCH(&c, transform_indices, args);
@@ -79,23 +79,23 @@ int kvl_transform_indices(const kvl_tensor *positions, const kvl_tensor *lens,
 
 int kvl_topk_merge(const kvl_tensor *logits, int64_t first, const kvl_tensor *starts,
                    const kvl_tensor *lens, const kvl_tensor *kept_values,
-                   const kvl_tensor *kept_positions, const kvl_tensor *values,
-                   const kvl_tensor *positions) {
+                   const kvl_tensor *kept_indices, const kvl_tensor *values,
+                   const kvl_tensor *indices) {
   struct kvl__call c = {.op = "topk_merge"};
   kvl__arg(&c, "logits", logits, KVL__F32 | KVL__BF16, "rows n");
   kvl__arg(&c, "starts?", starts, KVL__I32, "rows");
   kvl__arg(&c, "lens", lens, KVL__I32, "rows");
   kvl__arg(&c, "kept_values", kept_values, KVL__F32, "rows k");
-  kvl__arg(&c, "kept_positions", kept_positions, KVL__I32, "rows k");
+  kvl__arg(&c, "kept_indices", kept_indices, KVL__I32, "rows k");
   kvl__arg(&c, "values", values, KVL__F32, "rows k");
-  kvl__arg(&c, "positions", positions, KVL__I32, "rows k");
+  kvl__arg(&c, "indices", indices, KVL__I32, "rows k");
   if (c.status >= 0 && first < 0)
     kvl__call_fail(&c, "first is %lld, expected >= 0", (long long)first);
   if (c.status >= 0 && logits->count > 0 && values->count > 0 &&
-      (values->ptr == kept_values->ptr || positions->ptr == kept_positions->ptr))
+      (values->ptr == kept_values->ptr || indices->ptr == kept_indices->ptr))
     kvl__call_fail(&c, "%s, expected another tensor",
                    values->ptr == kept_values->ptr ? "values is kept_values"
-                                                   : "positions is kept_positions");
+                                                   : "indices is kept_indices");
   int64_t n = kvl__dim(&c, "n"), k = kvl__dim(&c, "k");
   expect_columns(&c, first + n + k); /* a row of the search is what was kept, then the tile */
   if (c.status < 0) return c.status;
@@ -103,9 +103,9 @@ int kvl_topk_merge(const kvl_tensor *logits, int64_t first, const kvl_tensor *st
                                      starts ? starts->ptr : NULL,
                                      lens->ptr,
                                      kept_values->ptr,
-                                     kept_positions->ptr,
+                                     kept_indices->ptr,
                                      values->ptr,
-                                     positions->ptr,
+                                     indices->ptr,
                                      lens->count,
                                      n,
                                      k,

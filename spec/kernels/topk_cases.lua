@@ -84,9 +84,9 @@ function M.small()
   local cases = {}
   for _, kind in ipairs(S.names(M.kinds)) do
     for _, size in ipairs { { 5, 40, 7 }, { 4, 300, 300 }, { 9, 700, 100 } } do
-      for _, to in ipairs { "positions", "paged", "shared", "ragged" } do
+      for _, to in ipairs { "indices", "paged", "shared", "ragged" } do
         cases[#cases + 1] = { kind = kind, rows = size[1], n = size[2], k = size[3],
-          to = to ~= "positions" and to or nil, windows = #cases % 2 == 0,
+          to = to ~= "indices" and to or nil, windows = #cases % 2 == 0,
           dtype = #cases % 3 == 0 and "bf16" or "f32" }
       end
     end

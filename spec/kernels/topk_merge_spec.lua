@@ -15,7 +15,7 @@ local function columns_of(made, first, last)
   return list
 end
 
---- Values and positions after all tiles of `tile` columns.
+--- Values and indices after all tiles of `tile` columns.
 local function run(dev, c, tile)
   local made = topk_cases.make(c)
   local _, starts, lens = topk_cases.on(dev, c)
@@ -23,22 +23,22 @@ local function run(dev, c, tile)
     return { S.poisoned(dev, dtype, { c.rows, c.k }),
              S.poisoned(dev, dtype, { c.rows, c.k }) }
   end
-  local values, positions, now = state "f32", state "i32", 1
+  local values, indices, now = state "f32", state "i32", 1
   for first = 0, math.max(c.n - 1, 0), tile do
     local last = math.min(first + tile, c.n)
     local logits = kv.from(dev, made.dtype, { c.rows, last - first },
       columns_of(made, first, last))
-    kv.check(kv.C.kvl_topk_merge(logits, first, starts, lens, values[now], positions[now],
-      values[3 - now], positions[3 - now]))
+    kv.check(kv.C.kvl_topk_merge(logits, first, starts, lens, values[now], indices[now],
+      values[3 - now], indices[3 - now]))
     now = 3 - now
   end
-  return positions[now], values[now]
+  return indices[now], values[now]
 end
 
---- The values at positions, -inf past them.
-local function values_at(made, positions)
+--- The values at indices, -inf past them.
+local function values_at(made, indices)
   local list = {}
-  for i, p in ipairs(positions) do
+  for i, p in ipairs(indices) do
     local r = math.floor((i - 1) / made.k)
     local start = made.starts and math.max(made.starts[r + 1], 0) or 0
     list[i] = p < 0 and -math.huge or made.logits[r * made.n + start + p + 1]
@@ -66,18 +66,18 @@ describe("topk_merge", function()
         local c = pair[1]
         local what = ("case %d (%s, %dx%d k %d, tiles of %d)"):format(i, c.kind, c.rows,
           c.n, c.k, pair[2])
-        local positions, values = run(dev, c, pair[2])
+        local indices, values = run(dev, c, pair[2])
         local want = reference.topk_transform(topk_cases.make(c))
-        S.equal(positions, want, "positions of " .. what)
+        S.equal(indices, want, "indices of " .. what)
         S.equal(values, values_at(topk_cases.make(c), want), "values of " .. what)
       end
     end)
 
     S.it_on_gpu("agrees with the CPU: " .. topic[1], function(cuda)
       for i, pair in ipairs(topic[2]) do
-        local positions, values = run(cuda, pair[1], pair[2])
-        local want_positions, want_values = run(cpu, pair[1], pair[2])
-        S.equal(positions, want_positions, "positions of case " .. i)
+        local indices, values = run(cuda, pair[1], pair[2])
+        local want_indices, want_values = run(cpu, pair[1], pair[2])
+        S.equal(indices, want_indices, "indices of case " .. i)
         S.equal(values, want_values, "values of case " .. i)
       end
     end)
@@ -89,8 +89,8 @@ describe("topk_merge", function()
     local w, o = v:clone(), p:clone()
     local merge = kv.C.kvl_topk_merge
     S.fails(merge(logits, 0, nil, lens, v, p, v, o), "values is kept_values")
-    S.fails(merge(logits, 0, nil, lens, v, p, w, p), "positions is kept_positions")
+    S.fails(merge(logits, 0, nil, lens, v, p, w, p), "indices is kept_indices")
     S.fails(merge(logits, -1, nil, lens, v, p, w, o), "first is -1")
-    S.fails(merge(logits, 0, nil, lens, v, p, w, lens), "positions is i32 [2]", "k=2")
+    S.fails(merge(logits, 0, nil, lens, v, p, w, lens), "indices is i32 [2]", "k=2")
   end)
 end)

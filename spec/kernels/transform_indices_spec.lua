@@ -7,16 +7,16 @@ local reference = require "spec.reference.indexer"
 local cpu = kv.device "cpu"
 
 local cases = {}
-for _, to in ipairs { "positions", "paged", "shared", "ragged" } do
+for _, to in ipairs { "indices", "paged", "shared", "ragged" } do
   for _, size in ipairs { { 1, 1, 1 }, { 6, 90, 33 }, { 3, 700, 257 }, { 0, 5, 3 },
                           { 4, 8, 0 } } do
     cases[#cases + 1] = { kind = "few", rows = size[1], n = size[2], k = size[3],
-                          to = to ~= "positions" and to or nil }
+                          to = to ~= "indices" and to or nil }
   end
 end
 
---- Positions within and past the tables, with -1 anywhere.
-local function positions_of(c)
+--- Indices within and past the tables, with -1 anywhere.
+local function indices_of(c)
   local rng, list = S.rng(c.rows + c.k), {}
   for i = 1, c.rows * c.k do list[i] = rng(c.n + 20) - 1 end
   return list
@@ -24,18 +24,18 @@ end
 
 local function run(dev, c, by_lens, in_place)
   local _, _, lens, transform, keep = topk_cases.on(dev, c)
-  local positions = kv.from(dev, "i32", { c.rows, c.k }, positions_of(c))
-  local out = in_place and positions or S.poisoned(dev, "i32", { c.rows, c.k })
-  kv.check(kv.C.kvl_transform_indices(not by_lens and positions or nil,
+  local indices = kv.from(dev, "i32", { c.rows, c.k }, indices_of(c))
+  local out = in_place and indices or S.poisoned(dev, "i32", { c.rows, c.k })
+  kv.check(kv.C.kvl_transform_indices(not by_lens and indices or nil,
     by_lens and lens or nil, transform, out))
   return out, keep
 end
 
 local function expected(c, by_lens)
-  local made, positions, out = topk_cases.make(c), positions_of(c), {}
+  local made, indices, out = topk_cases.make(c), indices_of(c), {}
   for i = 0, c.rows * c.k - 1 do
     local r = math.floor(i / c.k)
-    local p = positions[i + 1]
+    local p = indices[i + 1]
     if by_lens then p = i % c.k < made.lens[r + 1] and i % c.k or -1 end
     out[i + 1] = reference.transform(made.transform, c.rows, r, p)
   end
@@ -43,14 +43,14 @@ local function expected(c, by_lens)
 end
 
 describe("transform_indices", function()
-  S.it_on_cpu("transforms positions, also in place", function(dev)
+  S.it_on_cpu("transforms indices, also in place", function(dev)
     for _, c in ipairs(cases) do
       S.equal(run(dev, c), expected(c))
       S.equal(run(dev, c, false, true), expected(c))
     end
   end)
 
-  S.it_on_cpu("takes all tokens of a row where there are no positions", function(dev)
+  S.it_on_cpu("takes all tokens of a row where there are no indices", function(dev)
     for _, c in ipairs(cases) do S.equal(run(dev, c, true), expected(c, true)) end
   end)
 
@@ -63,7 +63,7 @@ describe("transform_indices", function()
     end
   end)
 
-  it("wants positions or lens", function()
+  it("wants indices or lens", function()
     local out, lens = kv.zeros(cpu, "i32", { 2, 2 }), kv.zeros(cpu, "i32", { 2 })
     S.fails(kv.C.kvl_transform_indices(nil, nil, nil, out), "both missing")
     S.fails(kv.C.kvl_transform_indices(out, lens, nil, out), "both given")

@@ -56,15 +56,15 @@ M["kv.ops.topk_transform"] = {
 }
 M["kv.ops.transform_indices"] = {
   good = function()
-    return { positions = ints(2, 4), offsets = ints(2) + 1, out = ints(2, 4) }
+    return { indices = ints(2, 4), offsets = ints(2) + 1, out = ints(2, 4) }
   end,
   call = function(a) kv.ops.transform_indices(a) end,
 }
 M["kv.ops.topk_merge"] = {
   good = function()
     return { logits = zeros(2, 4), first = 0, lens = ints(2), kept_values = zeros(2, 3),
-             kept_positions = ints(2, 3) - 1, values = zeros(2, 3),
-             positions = ints(2, 3) }
+             kept_indices = ints(2, 3) - 1, values = zeros(2, 3),
+             indices = ints(2, 3) }
   end,
   call = function(a) kv.ops.topk_merge(a) end,
 }

@@ -2,7 +2,7 @@
 local kv = require "kvlab"
 
 local e = kv.expr
-local share = 0.9 ^ (e.length - 1 - e.query_position) * e.weight
+local share = 0.9 ^ (e.length - 1 - e.query_index) * e.weight
 return kv.policy.define {
   name = "emitting", decode = true, watches_prompt = true,
   defaults = { ratio = 0.4, sink = 1, recent = 1 },

@@ -5,7 +5,8 @@
 --
 -- at: the index in each dimension. env: q(head, dim), k(token, dim), v(token, dim),
 -- field(name, at), const(name, at), param(name), input(name), logit(head, token),
--- weight(head, token), tokens, block, blocks, length, query_position, layer, kv_head,
+-- weight(head, token), tokens, block, blocks, length, query_index, query_position,
+-- layer, kv_head,
 -- block_size, sizes; known: {} where none of these changes, so that a reduction which
 -- does not depend on an outer one is computed once.
 local bit = require "bit"
@@ -194,7 +195,9 @@ function eval(x, at, env)
     if x.name == "logit" or x.name == "weight" then
       return env[x.name](at.head, at.token)
     end
-    if x.name == "position" then return env.block * env.block_size + at.token end
+    if x.name == "index" or x.name == "position" then
+      return env.block * env.block_size + at.token
+    end
     return env[x.name]
   elseif x.op == "param" then return env.param(x.name)
   elseif x.op == "field" then return env.field(x.name, at)

@@ -16,7 +16,8 @@ local function key_environment(o, row, position, logit)
   local block = math.floor(position / o.block_size)
   return {
     logit = function() return logit end, block = block, block_size = o.block_size,
-    query_position = row.position, length = row.length, layer = o.layer,
+    query_position = row.position, query_index = row.position, length = row.length,
+    layer = o.layer,
     blocks = math.ceil(row.length / o.block_size), kv_head = row.kv_head,
     param = o.param, const = function(name, at) return o.const(name, at, row) end,
     input = function(name) return o.input(name, row.seq, row.kv_head, block) end,

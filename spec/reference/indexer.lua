@@ -1,9 +1,9 @@
 --- From logits of tokens to what attention reads, slow and obvious, over flat row-major
--- Lua arrays. Positions, places, rows and sequences count from 0.
+-- Lua arrays. Indices, places, rows and sequences count from 0.
 local M = {}
 
---- Does logit x of position i come before logit y of position j? Larger first, ties to
--- the lower position.
+--- Does logit x of index i come before logit y of index j? Larger first, ties to
+-- the lower index.
 local function comes_before(x, i, y, j)
   if x ~= y then return x > y end
   return i < j
@@ -25,7 +25,7 @@ local function place(tables, width, block_size, sequence, p)
   return block < 0 and -1 or block * block_size + p % block_size
 end
 
---- What position p of row r becomes. t: nil, or tables, width, block_size, sequences and
+--- What index p of row r becomes. t: nil, or tables, width, block_size, sequences and
 -- row_sequence or not; or offsets.
 function M.transform(t, rows, r, p)
   if p < 0 then return -1 end
@@ -37,7 +37,7 @@ function M.transform(t, rows, r, p)
   return place(t.tables, t.width, t.block_size, s, p)
 end
 
---- The k best positions of every row, ascending, transformed, -1 padded. c: rows, n, k,
+--- The k best indices of every row, ascending, transformed, -1 padded. c: rows, n, k,
 -- logits, starts (or nil), lens, transform (or nil).
 function M.topk_transform(c)
   local out = {}

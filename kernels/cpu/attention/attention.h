@@ -2,7 +2,7 @@
  * keys that they see, and the state of an online softmax.
  *
  * A task is (sequence, KV head, tile of rows, segment of the block list). Its rows are
- * consecutive pairs (query row, head of the group), ordered by query row, so that positions
+ * consecutive pairs (query row, head of the group), ordered by query row, so that indices
  * ascend and all rows of the tile read the same K and V. */
 #ifndef KVL_CPU_ATTENTION_H
 #define KVL_CPU_ATTENTION_H
@@ -27,9 +27,9 @@ struct task {
   int64_t row;        /* index of row 0 in the sequence's query rows x group */
   int kv_head, group, rows;
   int32_t len;
-  int32_t position[TASK_ROWS] __attribute__((aligned(64))); /* in the sequence */
-  int32_t first[TASK_ROWS] __attribute__((aligned(64)));    /* of the window, or 0 */
-  float slope[TASK_ROWS] __attribute__((aligned(64)));      /* ALiBi, or 0 */
+  int32_t index[TASK_ROWS] __attribute__((aligned(64))); /* their own */
+  int32_t first[TASK_ROWS] __attribute__((aligned(64))); /* of the window, or 0 */
+  float slope[TASK_ROWS] __attribute__((aligned(64)));   /* ALiBi, or 0 */
 };
 
 /* The sums of one task. Row r of `values` has dim_padded(head_dim) elements, which are still
@@ -54,7 +54,7 @@ static inline int64_t task_head(const struct task *t, int i) {
  * those of its K. */
 struct key_tile {
   const char *k[TILE_KEYS], *scales[TILE_KEYS];
-  int32_t position[TILE_KEYS];
+  int32_t index[TILE_KEYS];
   int n;
 };
 
@@ -66,8 +66,8 @@ struct key_walk {
   int64_t blocks, bytes_block, bytes_token, value;
   int64_t scales, bytes_scales; /* from a strip to its scales; of a token, or 0 */
   int64_t entry, entry_end;     /* index into the selection, or logical block */
-  int64_t start, end;           /* positions of keys that some row may see */
-  int64_t position;             /* of the next token of the open block */
+  int64_t start, end;           /* indices of keys that some row may see */
+  int64_t index;                /* of the next token of the open block */
   int64_t left;                 /* tokens of the open block still to come */
   const char *next, *next_scales;
   int32_t block_size;
@@ -83,11 +83,11 @@ static inline int walk_block(struct key_walk *w) {
     if (logical < 0 || begin >= w->end || end <= w->start) continue;
     int64_t block = w->slots ? w->slots[entry] : w->table[logical];
     if (block < 0 || block >= w->blocks) continue;
-    w->position = begin > w->start ? begin : w->start;
+    w->index = begin > w->start ? begin : w->start;
     const char *strip = w->cache + block * w->bytes_block;
-    w->next = strip + (w->position - begin) * w->bytes_token;
-    w->next_scales = strip + w->scales + (w->position - begin) * w->bytes_scales;
-    w->left = (end < w->end ? end : w->end) - w->position;
+    w->next = strip + (w->index - begin) * w->bytes_token;
+    w->next_scales = strip + w->scales + (w->index - begin) * w->bytes_scales;
+    w->left = (end < w->end ? end : w->end) - w->index;
   }
   return w->left > 0;
 }
@@ -104,7 +104,7 @@ static inline void walk_listed(struct key_walk *w, struct key_tile *tile) {
     const char *strip = w->cache + block * w->bytes_block;
     tile->k[n] = strip + token * w->bytes_token;
     tile->scales[n] = strip + w->scales + token * w->bytes_scales;
-    tile->position[n++] = (int32_t)index;
+    tile->index[n++] = (int32_t)index;
   }
   tile->n = n;
 }
@@ -119,13 +119,13 @@ static inline void walk_tile(struct key_walk *w, struct key_tile *tile) {
     int take = w->left < TILE_KEYS - n ? (int)w->left : TILE_KEYS - n;
     for (int i = 0; i < take; i++) {
       tile->k[n + i] = w->next + i * w->bytes_token;
-      tile->position[n + i] = (int32_t)(w->position + i);
+      tile->index[n + i] = (int32_t)(w->index + i);
     }
     for (int i = 0; w->bytes_scales > 0 && i < take; i++)
       tile->scales[n + i] = w->next_scales + i * w->bytes_scales;
     w->next += take * w->bytes_token;
     w->next_scales += take * w->bytes_scales;
-    w->position += take;
+    w->index += take;
     w->left -= take;
     n += take;
   }
@@ -159,7 +159,7 @@ static inline struct key_walk walk_open(const struct task *t, int64_t begin, int
   const struct kvl_pages *c = &a->cache;
   const int64_t key = kvl__strip_at(c, &c->key, 0, t->kv_head);
   int64_t seen = t->len;
-  if (a->causal && t->position[t->rows - 1] + 1 < seen) seen = t->position[t->rows - 1] + 1;
+  if (a->causal && t->index[t->rows - 1] + 1 < seen) seen = t->index[t->rows - 1] + 1;
   int64_t list = a->max_selected * list_row(t, a->selection_heads);
   int64_t slots = a->max_selected * list_row(t, a->slot_heads);
   int64_t entries = a->selection || a->listed ? a->max_selected : a->max_blocks;
@@ -192,29 +192,29 @@ static inline float query_scale(const struct task *t) {
   return a->soft_cap > 0 ? scale / a->soft_cap : scale;
 }
 
-/* The first position that a draft tree says something about; without one, INT32_MAX. */
+/* The first index that a draft tree says something about; without one, INT32_MAX. */
 static inline int32_t tree_begin(const struct task *t) {
   return t->args->tree ? t->len - 64 * t->args->tree_words : INT32_MAX;
 }
 
-/* Does the tree hide the key at `position`, which is tree_begin or later, from row r? */
-static inline int tree_hides(const struct task *t, int r, int32_t position) {
+/* Does the tree hide the key at `index`, which is tree_begin or later, from row r? */
+static inline int tree_hides(const struct task *t, int r, int32_t index) {
   const uint64_t *seen = t->args->tree + task_token(t, r) * t->args->tree_words;
-  int32_t back = t->len - 1 - position;
+  int32_t back = t->len - 1 - index;
   return !(seen[back / 64] >> (back % 64) & 1);
 }
 
-/* May part of the tile be hidden from a row that sees positions [first, own]? Positions
+/* May part of the tile be hidden from a row that sees indices [first, own]? Indices
  * ascend, except in a list, which has only those that its token sees, but for a tree. */
 static inline int hides_keys(const struct task *t, const struct key_tile *tile, int n,
                              int32_t first, int32_t own) {
   if (t->args->listed) return t->args->tree != NULL;
-  return (t->args->causal && tile->position[n - 1] > own) || tile->position[0] < first ||
-         tile->position[n - 1] >= tree_begin(t);
+  return (t->args->causal && tile->index[n - 1] > own) || tile->index[0] < first ||
+         tile->index[n - 1] >= tree_begin(t);
 }
 
 /* Calls the hook for row r of the task and the keys of a tile. */
-static inline void hook_row(const struct task *t, int r, const int32_t *positions, int n,
+static inline void hook_row(const struct task *t, int r, const int32_t *indices, int n,
                             float *scores) {
   const struct kvl_paged_attention_args *a = t->args;
   const struct kvl_hook_row row = {.seq = t->seq,
@@ -222,11 +222,11 @@ static inline void hook_row(const struct task *t, int r, const int32_t *position
                                    .kv_head = t->kv_head,
                                    .head = (int32_t)((t->row + r) % t->group),
                                    .length = t->len,
-                                   .query_position = t->position[r]};
-  ((kvl_hook *)t->hooked->hook)(t->hooked->arguments, &row, positions, n, scores);
+                                   .query_index = t->index[r]};
+  ((kvl_hook *)t->hooked->hook)(t->hooked->arguments, &row, indices, n, scores);
 }
 
-/* Where the score of row r and the key at position 0 is kept. */
+/* Where the score of row r and the key at index 0 is kept. */
 static inline float *kept_scores(const struct task *t, int r) {
   const struct kvl_paged_attention_args *a = t->args;
   int64_t row = task_token(t, r) * a->heads + task_head(t, r);

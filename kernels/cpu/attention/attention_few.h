@@ -33,18 +33,18 @@ static float softmax_row(const struct task *t, int r, const struct key_tile *til
       vf_store(scores, k, cap * vf_tanh(vf_load(scores, k, KVL_DTYPE_F32)), KVL_DTYPE_F32);
   if (t->slope[r] != 0)
     for (int k = 0; k < n; k++)
-      scores[k] += t->slope[r] * (float)(tile->position[k] - t->position[r]);
-  if (t->hooked && t->hooked->hook) hook_row(t, r, tile->position, n, scores);
-  if (hides_keys(t, tile, n, t->first[r], t->position[r])) {
-    int32_t last = t->args->causal ? t->position[r] : INT32_MAX, tree = tree_begin(t);
+      scores[k] += t->slope[r] * (float)kvl__apart(tile->index[k], t->index[r]);
+  if (t->hooked && t->hooked->hook) hook_row(t, r, tile->index, n, scores);
+  if (hides_keys(t, tile, n, t->first[r], t->index[r])) {
+    int32_t last = t->args->causal ? t->index[r] : INT32_MAX, tree = tree_begin(t);
     for (int k = 0; k < n; k++)
-      if (tile->position[k] > last || tile->position[k] < t->first[r] ||
-          (tile->position[k] >= tree && tree_hides(t, r, tile->position[k])))
+      if (tile->index[k] > last || tile->index[k] < t->first[r] ||
+          (tile->index[k] >= tree && tree_hides(t, r, tile->index[k])))
         scores[k] = -INFINITY;
   }
   if (t->hooked && t->hooked->scores) {
     float *kept = kept_scores(t, r);
-    for (int k = 0; k < n; k++) kept[tile->position[k]] = scores[k];
+    for (int k = 0; k < n; k++) kept[tile->index[k]] = scores[k];
   }
   for (int k = n; k < n_vectors; k++) scores[k] = -INFINITY;
 
@@ -213,7 +213,7 @@ static KVL_APART void attend_tiles(const struct task *t, struct key_walk walk, s
     }
     for (int k = now->n; k % VF; k++) {
       now->k[k] = now->k[now->n - 1];
-      now->position[k] = now->position[now->n - 1];
+      now->index[k] = now->index[now->n - 1];
     }
     const struct dots scores = {.q = q,
                                 .x = now->k,

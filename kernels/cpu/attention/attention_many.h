@@ -19,12 +19,12 @@ _Static_assert(TASK_ROWS % PANEL == 0, "panels tile a task");
 /* The scores of one row at a time: changed by the hook, or kept. */
 static void hook_lanes(const struct task *t, const struct key_tile *tile, int n, int row0,
                        float *s) {
-  int32_t positions[TILE_KEYS];
+  int32_t indices[TILE_KEYS];
   float row[TILE_KEYS] __attribute__((aligned(64)));
-  for (int k = 0; k < TILE_KEYS; k++) positions[k] = tile->position[k < n ? k : n - 1];
+  for (int k = 0; k < TILE_KEYS; k++) indices[k] = tile->index[k < n ? k : n - 1];
   for (int i = 0; i < VF && row0 + i < t->rows; i++) {
     for (int k = 0; k < n; k++) row[k] = s[k * PANEL + i];
-    hook_row(t, row0 + i, positions, n, row);
+    hook_row(t, row0 + i, indices, n, row);
     for (int k = 0; k < n; k++) s[k * PANEL + i] = row[k];
   }
 }
@@ -32,7 +32,7 @@ static void keep_lanes(const struct task *t, const struct key_tile *tile, int n,
                        const float *s) {
   for (int i = 0; i < VF && row0 + i < t->rows; i++) {
     float *kept = kept_scores(t, row0 + i);
-    for (int k = 0; k < n; k++) kept[tile->position[k]] = s[k * PANEL + i];
+    for (int k = 0; k < n; k++) kept[tile->index[k]] = s[k * PANEL + i];
   }
 }
 
@@ -41,8 +41,8 @@ static inline KVL_HOT void softmax_lanes(const struct task *t, const struct key_
                                          int n, int row0, float *s, struct sums *sums,
                                          float *keep) {
   const float cap = t->args->soft_cap;
-  vi position, first;
-  memcpy(&position, t->position + row0, sizeof position);
+  vi index, first;
+  memcpy(&index, t->index + row0, sizeof index);
   memcpy(&first, t->first + row0, sizeof first);
   if (cap > 0)
     for (int k = 0; k < n; k++) {
@@ -51,22 +51,24 @@ static inline KVL_HOT void softmax_lanes(const struct task *t, const struct key_
     }
   if (t->args->alibi) {
     vf slope = vf_load(t->slope, row0, KVL_DTYPE_F32);
+    vi query;
+    for (int i = 0; i < VF; i++) query[i] = kvl__position(index[i]);
     for (int k = 0; k < n; k++) {
-      vf far = __builtin_convertvector(tile->position[k] - position, vf);
+      vf far = __builtin_convertvector(kvl__position(tile->index[k]) - query, vf);
       vf x = vf_load(s, k * PANEL, KVL_DTYPE_F32);
       vf_store(s, k * PANEL, vf_fma(slope, far, x), KVL_DTYPE_F32);
     }
   }
   if (t->hooked && t->hooked->hook) hook_lanes(t, tile, n, row0, s);
-  if (hides_keys(t, tile, n, t->first[row0 + VF - 1], t->position[row0])) {
+  if (hides_keys(t, tile, n, t->first[row0 + VF - 1], t->index[row0])) {
     const int32_t tree = tree_begin(t);
     for (int k = 0; k < n; k++) {
       vf x = vf_load(s, k * PANEL, KVL_DTYPE_F32);
-      vi hidden = tile->position[k] < first;
-      if (t->args->causal) hidden |= tile->position[k] > position;
+      vi hidden = tile->index[k] < first;
+      if (t->args->causal) hidden |= tile->index[k] > index;
       vf_store(s, k * PANEL, vf_select(hidden, vf_set(-INFINITY), x), KVL_DTYPE_F32);
-      for (int i = 0; tile->position[k] >= tree && i < VF && row0 + i < t->rows; i++)
-        if (tree_hides(t, row0 + i, tile->position[k])) s[k * PANEL + i] = -INFINITY;
+      for (int i = 0; tile->index[k] >= tree && i < VF && row0 + i < t->rows; i++)
+        if (tree_hides(t, row0 + i, tile->index[k])) s[k * PANEL + i] = -INFINITY;
     }
   }
   if (t->hooked && t->hooked->scores) keep_lanes(t, tile, n, row0, s);
@@ -128,8 +130,8 @@ static void attend_panel(const struct task *t, const struct key_tile *tile, int 
   int rows = t->rows - row0 < PANEL ? t->rows - row0 : PANEL, vecs = (rows + VF - 1) / VF;
   int n = tile->n;
   if (t->args->causal) /* keys after the panel's last row are never computed */
-    while (n > 0 && tile->position[n - 1] > t->position[row0 + rows - 1]) n--;
-  if (n == 0 || tile->position[n - 1] < t->first[row0]) return;
+    while (n > 0 && tile->index[n - 1] > t->index[row0 + rows - 1]) n--;
+  if (n == 0 || tile->index[n - 1] < t->first[row0]) return;
   multiply((struct product){.a = m->k,
                             .a_row = padded,
                             .a_step = 1,
@@ -141,7 +143,7 @@ static void attend_panel(const struct task *t, const struct key_tile *tile, int 
            n, vecs);
   for (int v = 0; v < vecs; v++)
     softmax_lanes(t, tile, n, row0 + v * VF, m->s + v * VF, sums, m->keep + v * VF);
-  if ((t->hooked || hides_keys(t, tile, n, t->first[row0 + rows - 1], t->position[row0])) &&
+  if ((t->hooked || hides_keys(t, tile, n, t->first[row0 + rows - 1], t->index[row0])) &&
       !all_finite(m->v, n * padded)) {
     add_seen_values(m, n, row0, rows, padded, sums);
     return;

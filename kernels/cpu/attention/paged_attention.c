@@ -169,14 +169,14 @@ static void row_write(const struct kvl_paged_attention_args *a, int64_t row,
   if (a->lse) a->lse[row] = sum == 0 ? -INFINITY : top + logf(sum);
 }
 
-/* Sets what the first `rows` rows of a task see. `first` is the position of the sequence's
+/* Sets what the first `rows` rows of a task see. `first` is the index of the sequence's
  * first query row. Rows past the last one repeat it. */
 static void set_rows(struct task *t, int32_t first, int rows) {
   const struct kvl_paged_attention_args *a = t->args;
   for (int i = 0; i < rows; i++) {
     int r = i < t->rows ? i : t->rows - 1;
-    t->position[i] = first + (int32_t)((t->row + r) / t->group);
-    t->first[i] = a->window > 0 ? (int32_t)i64_max(0, t->position[i] + 1LL - a->window) : 0;
+    t->index[i] = first + (int32_t)((t->row + r) / t->group);
+    t->first[i] = kvl__window_begin(a->window, t->index[i]);
     t->slope[i] = a->alibi ? a->alibi[task_head(t, r)] : 0;
   }
 }

@@ -1,9 +1,9 @@
-/* The k largest logits of each row's tokens, as positions, places or ragged indices.
+/* The k largest logits of each row's tokens, as indices, places or ragged indices.
  *   logits  f32 bf16  [rows, n]
  *   starts  i32       [rows]      optional: the column of a row's token 0
  *   lens    i32       [rows]
- *   out     i32       [rows, k]   in ascending order of positions, -1 padded
- * Exact: ties go to the lower position; -inf and NaN are never taken. A radix search finds
+ *   out     i32       [rows, k]   in ascending order of indices, -1 padded
+ * Exact: ties go to the lower index; -inf and NaN are never taken. A radix search finds
  * the k-th key (radix.h) if there are more than k tokens, and one more pass collects them.
  * Limit: the histogram of the first digit, about 1 ns an element. */
 #include "args/index.h"

@@ -1,8 +1,8 @@
-/* Turns positions of tokens into places or ragged indices; without positions, it takes all
+/* Turns indices of tokens into places or ragged indices; without indices, it takes all
  * lens[r] tokens of row r.
- *   positions  i32  [rows, k]   optional
- *   lens       i32  [rows]      read if positions is NULL
- *   out        i32  [rows, k]   -1 padded; may be positions
+ *   indices  i32  [rows, k]   optional
+ *   lens       i32  [rows]      read if indices is NULL
+ *   out        i32  [rows, k]   -1 padded; may be indices
  * Limit: the bytes read and written. */
 #include "args/index.h"
 #include "cpu/split.h"
@@ -14,8 +14,8 @@ static int transform_indices_piece(const void *args, int64_t begin, int64_t end)
     struct kvl_row_transform t = kvl__row_transform(&g->transform, r);
     for (int64_t i = 0; i < g->k; i++) {
       int64_t at = r * g->k + i;
-      int32_t position = g->positions ? g->positions[at] : i < g->lens[r] ? (int32_t)i : -1;
-      g->out[at] = kvl__transformed(t, position);
+      int32_t index = g->indices ? g->indices[at] : i < g->lens[r] ? (int32_t)i : -1;
+      g->out[at] = kvl__transformed(t, index);
     }
   }
   return 0;

@@ -34,7 +34,7 @@ template <int D, class C> struct decode_shape {
 /* What a lane looks up: eight keys of a tile, or one if block_size is no multiple of 8. */
 struct key_run {
   long long offset; /* of the first, in bytes; of all of them if there is a block */
-  int position;     /* of the first */
+  int index;        /* of the first */
   unsigned seen;    /* bit i: key i is seen */
   int to_scales;    /* from the first to its scales, of packed keys */
 };
@@ -50,7 +50,7 @@ template <int D, class C, class H> struct decode_copies {
   split_plan plan;
   const int lane, kv_head;
   const uint32_t ring_at;
-  int *const positions; /* [STAGES, KEYS]: of the ring's keys; -1: not seen */
+  int *const indices;   /* [STAGES, KEYS]: of the ring's keys; -1: not seen */
   const bool runs, few; /* a lane looks up eight keys; there are up to 32 sequences */
   const int log_batch;  /* looked up at once: 32 runs of keys, which are 2^n tiles */
   const char *const cache;
@@ -67,9 +67,9 @@ template <int D, class C, class H> struct decode_copies {
 
   __device__ __forceinline__ decode_copies(const kvl_paged_attention_args &args,
                                            const split_place &place_, uint32_t *sums,
-                                           int kv_head_, uint32_t ring, int *positions_)
+                                           int kv_head_, uint32_t ring, int *indices_)
       : a(args), place(place_), plan(args, place_, sums), lane(threadIdx.x % WARP),
-        kv_head(kv_head_), ring_at(ring), positions(positions_),
+        kv_head(kv_head_), ring_at(ring), indices(indices_),
         runs(packs<C> || args.cache.block_size % 8 == 0), few(place_.chunks == 1),
         log_batch(runs ? 8 - KEYS_LOG : 5 - KEYS_LOG), cache((const char *)args.cache.memory),
         to_value(kvl__to_value(&args.cache, kv_head_)), head_dim(args.cache.key.dim),
@@ -104,7 +104,7 @@ template <int D, class C, class H> struct decode_copies {
     const paged_keys keys = keys_ahead();
     const paged_row row = keys.row_of(found);
     const int64_t scales = packs<C> ? row.scales(a.cache.key) - row.offset : 0;
-    now = {(long long)row.offset, row.position, keys.seen(row, runs ? 8 : 1), (int)scales};
+    now = {(long long)row.offset, row.index, keys.seen(row, runs ? 8 : 1), (int)scales};
     now_tiles = next_tiles;
     now_tile = next_tiles = 0;
   }
@@ -142,7 +142,7 @@ template <int D, class C, class H> struct decode_copies {
   __device__ __forceinline__ void fetch(int stage) {
     if (now_tile == now_tiles) take_batch();
     const uint32_t to = ring_at + stage * shape::STAGE_BYTES;
-    int *const where = positions + stage * KEYS;
+    int *const where = indices + stage * KEYS;
     if (now_tiles > 0 && runs) {
       copy_runs(to, where);
       if constexpr (packs<C>) copy_scales(to + 2 * shape::TILE_BYTES);
@@ -177,9 +177,9 @@ template <int D, class C, class H> struct decode_copies {
       const int source = now_tile * (KEYS / 8) + run;
       const char *k = cache + __shfl_sync(ALL_LANES, now.offset, source) + side * row_bytes +
                       piece * 16;
-      const int position = __shfl_sync(ALL_LANES, now.position, source);
+      const int index = __shfl_sync(ALL_LANES, now.index, source);
       unsigned seen = __shfl_sync(ALL_LANES, now.seen, source);
-      if (lane < 8) where[run * 8 + lane] = seen >> lane & 1 ? position + lane : -1;
+      if (lane < 8) where[run * 8 + lane] = seen >> lane & 1 ? index + lane : -1;
       seen = piece * NUMBERS < head_dim ? seen >> side : 0;
 #pragma unroll
       for (int i = 0; i < 8; i += SIDE, k += SIDE * row_bytes) {
@@ -195,9 +195,9 @@ template <int D, class C, class H> struct decode_copies {
     for (int r = side; r < KEYS; r += SIDE) {
       const int source = now_tile * KEYS + r;
       const char *k = cache + __shfl_sync(ALL_LANES, now.offset, source) + piece * 16;
-      const int position = __shfl_sync(ALL_LANES, now.position, source);
+      const int index = __shfl_sync(ALL_LANES, now.index, source);
       unsigned seen = __shfl_sync(ALL_LANES, now.seen, source);
-      if (piece == 0) where[r] = seen ? position : -1;
+      if (piece == 0) where[r] = seen ? index : -1;
       if (piece * NUMBERS >= head_dim) seen = 0;
       const uint32_t at = to + tile_byte<PIECES>(r, piece);
       copy_async(at, k, seen, once);

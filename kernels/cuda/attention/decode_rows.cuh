@@ -105,8 +105,8 @@ template <class T, int D, class C, class H> struct decode_rows {
     }
   }
 
-  /* Attends to a tile, whose keys' positions are in `positions`. */
-  __device__ __forceinline__ void attend(char *stage, const int *positions, int seq,
+  /* Attends to a tile, whose keys' indices are in `indices`. */
+  __device__ __forceinline__ void attend(char *stage, const int *indices, int seq,
                                          int length) {
     const uint32_t k_at = shared_address(stage), v_at = k_at + shape::TILE_BYTES;
     tile_scores s = {};
@@ -116,13 +116,13 @@ template <class T, int D, class C, class H> struct decode_rows {
       const scales of_keys = {scales_at, groups};
       const scales of_values = {scales_at + KEYS * 2 * groups, groups};
       packed_scores(s, k_at, of_keys);
-      weigh(s, positions, seq, length);
+      weigh(s, indices, seq, length);
       asm volatile("" : "+r"(lane)); /* or registers would keep addresses from tile to tile */
-      clear_unseen(of_values, positions);
+      clear_unseen(of_values, indices);
       packed_values(s, v_at, of_values);
     } else {
       scores(s, k_at);
-      weigh(s, positions, seq, length);
+      weigh(s, indices, seq, length);
       values(s, v_at);
     }
   }
@@ -175,7 +175,7 @@ template <class T, int D, class C, class H> struct decode_rows {
     }
   }
 
-  /* Has the hook change the scores of a key at position `key`, or at none (-1). */
+  /* Has the hook change the scores of a key at index `key`, or at none (-1). */
   __device__ __forceinline__ void call_hook(float &score0, float &score1, int key, int seq,
                                             int length) const {
     const int at = max(key, 0), own = length - 1;
@@ -192,7 +192,7 @@ template <class T, int D, class C, class H> struct decode_rows {
   }
 
   /* Turns scaled scores into weights, and brings m, l and out to the new maximum. */
-  __device__ __forceinline__ void weigh(tile_scores &s, const int *positions, int seq,
+  __device__ __forceinline__ void weigh(tile_scores &s, const int *indices, int seq,
                                         int length) {
     if (rule.cap != 0.f) {
 #pragma unroll
@@ -203,13 +203,13 @@ template <class T, int D, class C, class H> struct decode_rows {
     float top0 = m0, top1 = m1;
 #pragma unroll
     for (int n = 0; n < KEYS / 8; n++) {
-      const int2 where = *(const int2 *)(positions + n * 8 + lane % 4 * 2);
+      const int2 where = *(const int2 *)(indices + n * 8 + lane % 4 * 2);
 #pragma unroll
       for (int c = 0; c < 2; c++) {
         const int key = c ? where.y : where.x;
         if (a.alibi) {
-          s[n][c] += slope0 * (float)(key - length + 1);
-          s[n][c + 2] += slope1 * (float)(key - length + 1);
+          s[n][c] += slope0 * (float)kvl__apart(key, length - 1);
+          s[n][c + 2] += slope1 * (float)kvl__apart(key, length - 1);
         }
         if constexpr (H::ACTIVE) call_hook(s[n][c], s[n][c + 2], key, seq, length);
         s[n][c] = key < 0 ? -INFINITY : s[n][c];
@@ -263,11 +263,11 @@ template <class T, int D, class C, class H> struct decode_rows {
 
   /* Gives values that are not seen scales of 0, so that no NaN gets in: their weights are 0. */
   __device__ __forceinline__ void clear_unseen(const scales &of_values,
-                                               const int *positions) const {
+                                               const int *indices) const {
 #pragma unroll
     for (int n = 0; n < KEYS / 8; n++) {
       const int key = n * 8 + lane % 4 * 2;
-      const int2 where = *(const int2 *)(positions + key);
+      const int2 where = *(const int2 *)(indices + key);
       if (where.x < 0) of_values.clear(key);
       if (where.y < 0) of_values.clear(key + 1);
     }

@@ -2,8 +2,8 @@
  * while the program runs, by NVRTC with the hook of a policy, a struct that
  * lua/kvlab/kernel/print/cuda.lua writes:
  *   ACTIVE, KEEPS     whether it changes scores, and whether they are kept
- *   scores, room      where: f32 [tokens, heads, room], by position
- *   operator()(score, row, position)   the new score; scores are in base 2 */
+ *   scores, room      where: f32 [tokens, heads, room], by index
+ *   operator()(score, row, index)   the new score; scores are in base 2 */
 #ifndef KVL_CUDA_HOOK_CUH
 #define KVL_CUDA_HOOK_CUH
 
@@ -14,18 +14,18 @@ namespace kvl {
 /* The query row whose scores a hook changes; head is the one of its KV head's group. */
 struct hook_row {
   int64_t seq;
-  int kv_heads, kv_head, head, length, query_position;
+  int kv_heads, kv_head, head, length, query_index;
 };
 
 struct no_hook {
   static constexpr bool ACTIVE = false, KEEPS = false;
 };
 
-/* Keeps the score of row `row` of [tokens, heads] and the key at `position`. */
+/* Keeps the score of row `row` of [tokens, heads] and the key at `index`. */
 template <class H>
-__device__ __forceinline__ void keep_score(const H &hook, int64_t row, int position,
+__device__ __forceinline__ void keep_score(const H &hook, int64_t row, int index,
                                            float score) {
-  if constexpr (H::KEEPS) hook.scores[row * hook.room + position] = score * LN2;
+  if constexpr (H::KEEPS) hook.scores[row * hook.room + index] = score * LN2;
 }
 
 }  // namespace kvl

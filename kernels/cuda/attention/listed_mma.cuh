@@ -116,7 +116,7 @@ template <class shape> struct listed_tiles {
   static constexpr int SLOTS = shape::TOLD < 4 ? 4 : 8; /* more than TOLD */
   long long offset[SLOTS][shape::KEYS];                 /* of a key's row, in bytes */
   uint32_t seen[SLOTS][shape::WORDS];                   /* bit i: the row sees key i */
-  int position[SLOTS][shape::KEYS];
+  int index[SLOTS][shape::KEYS];
   static __device__ __forceinline__ int slot(int t) { return (unsigned)t % SLOTS; }
 };
 
@@ -129,16 +129,16 @@ template <class shape> struct listed_copies {
   const int end; /* the tile after the last */
   const uint32_t ring;
   const int key, turn;
-  const bool positions; /* are wanted */
-  int token, block;     /* of this thread's key in the next tile of its turn */
-  int entry;            /* in the tile after it */
+  const bool indices; /* are wanted */
+  int token, block;   /* of this thread's key in the next tile of its turn */
+  int entry;          /* in the tile after it */
 
   __device__ __forceinline__ listed_copies(const listed_keys<> &keys_,
                                            listed_tiles<shape> &tiles_, int end_,
-                                           uint32_t ring_, bool positions_)
+                                           uint32_t ring_, bool indices_)
       : keys(keys_), tiles(tiles_), end(end_), ring(ring_),
         key((int)threadIdx.x % shape::KEYS), turn((int)threadIdx.x / shape::KEYS),
-        positions(positions_) {}
+        indices(indices_) {}
 
   __device__ __forceinline__ bool mine(int t) const { return t % shape::TURNS == turn; }
   __device__ __forceinline__ int entry_in(int t) const {
@@ -152,9 +152,9 @@ template <class shape> struct listed_copies {
   __device__ __forceinline__ void tell(int t, int token_, int block_) {
     const int slot = tiles.slot(t);
     const paged_row row = keys.row_of(token_, block_);
-    const unsigned seen = __ballot_sync(ALL_LANES, row.position >= 0);
+    const unsigned seen = __ballot_sync(ALL_LANES, row.index >= 0);
     tiles.offset[slot][key] = (long long)row.offset;
-    if (positions) tiles.position[slot][key] = row.position;
+    if (indices) tiles.index[slot][key] = row.index;
     if (key % WARP == 0) tiles.seen[slot][key / WARP] = seen;
   }
 
@@ -284,9 +284,9 @@ template <class T, class C, int D, int MW> struct listed_warp {
     return any != 0;
   }
 
-  /* Turns products into scores: what changes them by the position of their key. */
+  /* Turns products into scores: what changes them by the index of their key. */
   template <class H>
-  __device__ void bias(float (&s)[KEYS_WARP / 8][4], const int *position, const H &hook) {
+  __device__ void bias(float (&s)[KEYS_WARP / 8][4], const int *index, const H &hook) {
     const kvl_paged_attention_args &a = keys.a;
     const query_sight &sight = keys.sight;
     const int pair = lane() % 4 * 2, r0 = own_row();
@@ -294,7 +294,7 @@ template <class T, class C, int D, int MW> struct listed_warp {
     for (int n = 0; n < KEYS_WARP / 8; n++)
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        const int key = position[key0() + n * 8 + pair + c], far = key - sight.at;
+        const int key = index[key0() + n * 8 + pair + c], far = kvl__apart(key, sight.at);
         s[n][c] += slope0 * (float)far;
         s[n][c + 2] += slope1 * (float)far;
         if constexpr (H::ACTIVE) {
@@ -354,7 +354,7 @@ template <class T, class C, int D, int MW> struct listed_warp {
 #pragma unroll
         for (int c = 0; c < 4; c++) s[n][c] = rule.cap * tanh_fast(s[n][c]);
     }
-    if (H::ACTIVE || keys.a.alibi) bias(s, tiles.position[slot], hook);
+    if (H::ACTIVE || keys.a.alibi) bias(s, tiles.index[slot], hook);
     if (!all) mask(s, bits);
     weigh(s);
     const uint32_t v_at = k_at + shape::TILE_BYTES;

@@ -26,11 +26,11 @@ template <class F> __device__ __forceinline__ int prefix_count(int n, F holds) {
   return low;
 }
 
-/* A key's row of K (in bytes from the cache's start), its position in the sequence and its
+/* A key's row of K (in bytes from the cache's start), its index in the sequence and its
  * token in the block. */
 struct paged_row {
   int64_t offset;
-  int position; /* -1: there is no key, whatever that memory holds */
+  int index; /* -1: there is no key, whatever that memory holds */
   int token;
   /* Where the scales of a packed row begin, in bytes from the cache's start. */
   __device__ int64_t scales(const kvl_strips &of) const {
@@ -40,17 +40,17 @@ struct paged_row {
 
 /* Where a key lies: its token in a physical block; the block number comes unchecked. */
 struct paged_block {
-  int physical, position, token;
+  int physical, index, token;
 };
 
-/* The keys of a sequence, or of its selected blocks, numbered from 0 by ascending position.
+/* The keys of a sequence, or of its selected blocks, numbered from 0 by ascending index.
  * `keys` is the most there may be: a selection can end before. */
 struct paged_keys {
   const kvl_paged_attention_args &a;
   const int32_t *table;    /* of this sequence */
   int64_t list, slot_list; /* where its selection begins, and its slots */
   int64_t blocks;
-  int kv_head, block_size, begin, end; /* only positions begin ... end-1 are seen */
+  int kv_head, block_size, begin, end; /* only indices begin ... end-1 are seen */
   int keys;
 
   __device__ paged_keys(const kvl_paged_attention_args &args, int64_t seq, int kv_head_,
@@ -89,28 +89,28 @@ struct paged_keys {
                                  : table[block];
     return {physical, block * block_size + token, token};
   }
-  /* The key's row, whether the key is seen or not; position -1: there is no block. */
+  /* The key's row, whether the key is seen or not; index -1: there is no block. */
   __device__ paged_row row_of(const paged_block &b) const {
     if (b.physical < 0 || b.physical >= blocks) return {0, -1, 0}; /* no slot, bad table */
-    return {kvl__row_at(&a.cache, &a.cache.key, b.physical, kv_head, b.token), b.position,
+    return {kvl__row_at(&a.cache, &a.cache.key, b.physical, kv_head, b.token), b.index,
             b.token};
   }
   __device__ paged_row find(int key) const {
     paged_row row = row_of(look_up(key, key / block_size));
-    if (row.position < begin || row.position >= end) row.position = -1;
+    if (row.index < begin || row.index >= end) row.index = -1;
     return row;
   }
   /* For `count` keys of one block, from `row` on: bit i tells whether key i is seen. */
   __device__ unsigned seen(const paged_row &row, int count) const {
-    if (row.position < 0) return 0;
-    const int low = min(max(begin - row.position, 0), count);
-    const int high = min(max(end - row.position, 0), count);
+    if (row.index < 0) return 0;
+    const int low = min(max(begin - row.index, 0), count);
+    const int high = min(max(end - row.index, 0), count);
     return (1u << high) - (1u << min(low, high));
   }
 };
 
 /* The same for a thread block that walks over all keys: here `keys` is exact, and all keys
- * before number `first` have positions before `begin`. */
+ * before number `first` have indices before `begin`. */
 struct paged_walk : paged_keys {
   int listed; /* selected blocks that begin before `end` */
   int first;
@@ -131,24 +131,24 @@ struct paged_walk : paged_keys {
   }
 };
 
-/* The first position that a query at `position` sees. */
-__device__ __forceinline__ int window_begin(const kvl_paged_attention_args &a, int position) {
-  return a.window > 0 ? max(position - a.window + 1, 0) : 0;
+/* The first index that the query at `index` sees. */
+__device__ __forceinline__ int window_begin(const kvl_paged_attention_args &a, int index) {
+  return kvl__window_begin(a.window, index);
 }
 
-/* The first position that a draft tree says something about; without one, INT_MAX. */
+/* The first index that a draft tree says something about; without one, INT_MAX. */
 __device__ __forceinline__ int tree_begin(const kvl_paged_attention_args &a, int length) {
   return a.tree ? max(length - 64 * a.tree_words, 0) : INT_MAX;
 }
 
-/* Does the tree show row `token` of q the key at `position`, tree_begin or later? */
+/* Does the tree show row `token` of q the key at `index`, tree_begin or later? */
 __device__ __forceinline__ bool tree_shows(const kvl_paged_attention_args &a, int64_t token,
-                                           int length, int position) {
-  const int back = length - 1 - position;
+                                           int length, int index) {
+  const int back = length - 1 - index;
   return a.tree[token * a.tree_words + back / 64] >> (back % 64) & 1;
 }
 
-/* Which keys of its sequence a row of q sees: positions low ... limit, but for a draft tree. */
+/* Which keys of its sequence a row of q sees: indices low ... limit, but for a draft tree. */
 struct query_sight {
   int64_t token, seq; /* seq -1: no sequence has the row */
   int length, at, low, limit;
@@ -172,34 +172,34 @@ struct query_sight {
     low = window_begin(a, at);
     limit = a.causal ? at : length - 1;
   }
-  __device__ bool sees(const kvl_paged_attention_args &a, int position) const {
-    if (position < low || position > limit) return false;
-    return position < tree_begin(a, length) || tree_shows(a, token, length, position);
+  __device__ bool sees(const kvl_paged_attention_args &a, int index) const {
+    if (index < low || index > limit) return false;
+    return index < tree_begin(a, length) || tree_shows(a, token, length, index);
   }
 };
 
 /* ---- query tiles ----------------------------------------------------------------------- */
 
-/* The tile of query tokens that block `index` of the grid takes. The tiles of sequence s have
+/* The tile of query tokens that block `number` of the grid takes. The tiles of sequence s have
  * numbers from starts[s] / tokens_tile + s on: that leaves room for its ragged end and needs
  * no scan. seq is the sequence, or -1 when there is nothing to do. */
 struct query_tile {
   int64_t seq, token0;
-  int tokens, position0; /* of token0; negative when q has more rows than there are keys */
+  int tokens, index0; /* of token0; negative when q has more rows than there are keys */
 };
 __device__ __forceinline__ query_tile find_tile(const kvl_paged_attention_args &a,
-                                                int64_t index, int tokens_tile) {
+                                                int64_t number, int tokens_tile) {
   query_tile t = {-1, 0, 0, 0};
   int before = prefix_count(
-      (int)a.seqs, [&](int s) { return (int64_t)(a.starts[s] / tokens_tile) + s <= index; });
+      (int)a.seqs, [&](int s) { return (int64_t)(a.starts[s] / tokens_tile) + s <= number; });
   if (before == 0) return t;
   int s = before - 1, start = a.starts[s], end = a.starts[s + 1];
-  int64_t token = start + (index - (start / tokens_tile + s)) * tokens_tile;
+  int64_t token = start + (number - (start / tokens_tile + s)) * tokens_tile;
   if (token >= end) return t;
   t.seq = s;
   t.token0 = token;
   t.tokens = (int)min((int64_t)tokens_tile, end - token);
-  t.position0 = a.lens[s] - (end - (int)token);
+  t.index0 = a.lens[s] - (end - (int)token);
   return t;
 }
 

@@ -106,14 +106,13 @@ template <class T, int D, class C, class H> struct decode_warp {
       copies.template look_up<true>();
       const paged_block guess = copies.found;
       copies.take_batch();
-      if (early && early_look_up && copies.runs && copies.now.position >= 0)
-        copies.ask_ahead();
+      if (early && early_look_up && copies.runs && copies.now.index >= 0) copies.ask_ahead();
       wait_for_previous(); /* after the first time this costs nothing */
       int length_now = 0, physical_now = guess.physical;
       if (early && lane < a.seqs) length_now = read_early(a.lens + lane);
-      if (early && early_look_up && guess.position >= 0)
+      if (early && early_look_up && guess.index >= 0)
         physical_now = read_early(copies.keys_ahead().table +
-                                  place.block.quotient(guess.position));
+                                  place.block.quotient(guess.index));
       let_next_start(); /* after the wait: paged_combine reads the lengths */
       copies.fetch(0);
       copy_commit();
@@ -157,7 +156,7 @@ template <class T, int D, class C, class H> struct decode_warp {
         }
       }
       if (tile < piece_end) {
-        rows.attend(stage_memory(stage), copies.positions + stage * shape::KEYS, seq, length);
+        rows.attend(stage_memory(stage), copies.indices + stage * shape::KEYS, seq, length);
         used = stage;
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         tile += place.team();

@@ -26,23 +26,23 @@ template <class T, int D> struct f32_shape {
   static constexpr int KEYS = FIT < WARP ? FIT : WARP; /* of a tile */
   static constexpr int TILE_BYTES = KEYS * PIECES * 16, STAGE_BYTES = 2 * TILE_BYTES;
   static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
-  static constexpr int WORDS = packs<T> ? 5 : 1; /* of a key: its position, and scales */
+  static constexpr int WORDS = packs<T> ? 5 : 1; /* of a key: its index, and scales */
   static constexpr int SHARED_BYTES = RING_BYTES + WARPS * STAGES * KEYS * WORDS * 4;
   static_assert(KEYS % (4 * SIDE) == 0, "a tile is whole batches");
 };
 
 /* For each row of a warp: which keys it sees, in shared memory. */
 template <int ROWS> struct f32_rows {
-  int position[ROWS], begin[ROWS], limit[ROWS]; /* the first and the last key */
+  int index[ROWS], begin[ROWS], limit[ROWS]; /* the first and the last key */
   float slope[ROWS];
 
-  __device__ void set(const kvl_paged_attention_args &a, const query_rows &rows,
-                      int position0, int length) {
+  __device__ void set(const kvl_paged_attention_args &a, const query_rows &rows, int index0,
+                      int length) {
     __syncwarp();
     const int r = threadIdx.x % WARP;
     if (r < ROWS) {
-      const int at = position0 + r / rows.heads_each;
-      position[r] = at;
+      const int at = index0 + r / rows.heads_each;
+      index[r] = at;
       begin[r] = window_begin(a, at);
       limit[r] = r >= rows.count ? -1 : a.causal ? min(at, length - 1) : length - 1;
       slope[r] = a.alibi && r < rows.count ? a.alibi[rows.head(r)] * LOG2E : 0.f;
@@ -64,10 +64,10 @@ template <class T, int D, int ROWS> struct f32_state {
     return (e / N * LANES + (int)threadIdx.x % LANES) * N + e % N;
   }
 
-  /* Where the scales of a stage's keys are, of packed numbers: behind all warps' positions. */
-  static __device__ uint4 *scales_of(int *positions, int stage, int key) {
+  /* Where the scales of a stage's keys are, of packed numbers: behind all warps' indices. */
+  static __device__ uint4 *scales_of(int *indices, int stage, int key) {
     extern __shared__ __align__(128) char shared[];
-    const int own = (int)(positions - (int *)(shared + shape::RING_BYTES));
+    const int own = (int)(indices - (int *)(shared + shape::RING_BYTES));
     uint4 *const all = (uint4 *)((int *)(shared + shape::RING_BYTES) +
                                  shape::WARPS * shape::STAGES * shape::KEYS);
     return all + own + stage * shape::KEYS + key;
@@ -83,7 +83,7 @@ template <class T, int D, int ROWS> struct f32_state {
    * that finds rows in the same way. A hook gets the sequence and its length. */
   template <class Keys, class H = no_hook>
   __device__ void attend(const Keys &keys, const query_rows &rows, const f32_rows<ROWS> &sees,
-                         int tile, int tile_end, int step, char *ring, int *positions,
+                         int tile, int tile_end, int step, char *ring, int *indices,
                          const H &hook = {}, int64_t seq = 0, int length = 0) {
     constexpr int STAGES = shape::STAGES, KEYS = shape::KEYS, PIECES = shape::PIECES;
     constexpr int SIDE = shape::SIDE;
@@ -100,7 +100,7 @@ template <class T, int D, int ROWS> struct f32_state {
       const paged_row row = t < tile_end && lane < KEYS ? keys.find(t * KEYS + lane) : none;
       if constexpr (packs<T>) {
         scales = {};
-        if (row.position >= 0) {
+        if (row.index >= 0) {
           const char *const at = cache + row.scales(a.cache.key);
           scales = make_uint4(load_scales(at, 0, a.cache.key.groups),
                               load_scales(at, 2, a.cache.key.groups),
@@ -112,7 +112,7 @@ template <class T, int D, int ROWS> struct f32_state {
     };
     auto fetch = [&](int stage, const paged_row &row) {
       uint32_t at_k = ring_at + stage * shape::STAGE_BYTES;
-      long long offset = row.position < 0 ? -1 : (long long)row.offset;
+      long long offset = row.index < 0 ? -1 : (long long)row.offset;
 #pragma unroll
       for (int i = 0; i < KEYS * PIECES / WARP; i++) {
         int r = (i * WARP + lane) / PIECES, piece = (i * WARP + lane) % PIECES;
@@ -123,9 +123,9 @@ template <class T, int D, int ROWS> struct f32_state {
         copy_async(at_k + shape::TILE_BYTES + (i * WARP + lane) * 16,
                    valid ? k + to_value : cache, valid);
       }
-      if (lane < KEYS) positions[stage * KEYS + lane] = row.position;
+      if (lane < KEYS) indices[stage * KEYS + lane] = row.index;
       if constexpr (packs<T>)
-        if (lane < KEYS) *scales_of(positions, stage, lane) = scales;
+        if (lane < KEYS) *scales_of(indices, stage, lane) = scales;
     };
     auto load_row = [&](int stage, bool is_value, int key, float(&x)[8]) {
       const char *const tile_at = ring + stage * shape::STAGE_BYTES +
@@ -138,7 +138,7 @@ template <class T, int D, int ROWS> struct f32_state {
         for (int i = 0; i < N; i++) x[e + i] = part[i];
       }
       if constexpr (packs<T>) {
-        const uint4 *const at = scales_of(positions, stage, key);
+        const uint4 *const at = scales_of(indices, stage, key);
         const float scale = scale_at((const char *)at + is_value * 8, dim_of(0));
 #pragma unroll
         for (int e = 0; e < 8; e++) x[e] *= scale;
@@ -196,17 +196,17 @@ template <class T, int D, int ROWS> struct f32_state {
             p[r][u] = dot;
           }
         }
-        const int at = positions[stage * KEYS + batch + own * SIDE + side];
+        const int at = indices[stage * KEYS + batch + own * SIDE + side];
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
           float score = sum_of_four<LANES>(p[r], lane);
           if (rule.cap != 0.f) score = rule.cap * tanh_fast(score);
-          score += sees.slope[r] * (float)(at - sees.position[r]);
+          score += sees.slope[r] * (float)kvl__apart(at, sees.index[r]);
           if constexpr (H::ACTIVE) {
             const int group = (int)(a.heads / a.cache.kv_heads),
                       real = min(r, rows.count - 1);
             const hook_row row = {seq,    a.cache.kv_heads, kv_head, rows.head(real) % group,
-                                  length, sees.position[r]};
+                                  length, sees.index[r]};
             score = hook(score, row, max(at, 0));
             if (at >= 0 && r < rows.count && lane % (LANES / 4) == 0)
               keep_score(hook, rows.token(r) * a.heads + rows.head(r), at, score);
@@ -297,7 +297,7 @@ __device__ __forceinline__ void f32_decode(const kvl_paged_attention_args &a,
   const int kv_head = place.subgroups.quotient(unit);
   if (share >= plan.shares) return;
   char *ring = shared + warp * shape::STAGES * shape::STAGE_BYTES;
-  int *positions = (int *)(shared + shape::RING_BYTES) + warp * shape::STAGES * shape::KEYS;
+  int *indices = (int *)(shared + shape::RING_BYTES) + warp * shape::STAGES * shape::KEYS;
   const float value_scale = a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f;
 
   int left = (int)(plan.begin(share + 1) - plan.begin(share));
@@ -310,7 +310,7 @@ __device__ __forceinline__ void f32_decode(const kvl_paged_attention_args &a,
     const paged_keys keys(a, seq, kv_head, window_begin(a, length - 1), length);
     sees[warp].set(a, rows, length - 1, length);
     f32_state<T, D, ROWS> state;
-    state.attend(keys, rows, sees[warp], from, from + count, 1, ring, positions, hook, seq,
+    state.attend(keys, rows, sees[warp], from, from + count, 1, ring, indices, hook, seq,
                  length);
     state.join();
     left -= count;
@@ -354,10 +354,10 @@ __device__ __forceinline__ void f32_prefill(const kvl_paged_attention_args &a, i
   const int kv_head = block.kv_head;
   if (tile_q.seq < 0) return;
   const int warp = threadIdx.x / WARP;
-  const int length = a.lens[tile_q.seq], last = tile_q.position0 + tile_q.tokens - 1;
-  sees[warp].set(a, rows, tile_q.position0, length);
+  const int length = a.lens[tile_q.seq], last = tile_q.index0 + tile_q.tokens - 1;
+  sees[warp].set(a, rows, tile_q.index0, length);
   const paged_walk walk(a, tile_q.seq, kv_head, a.causal ? min(last + 1, length) : length,
-                        window_begin(a, tile_q.position0));
+                        window_begin(a, tile_q.index0));
   f32_state<T, D, ROWS> state;
   state.attend(walk, rows, sees[warp], walk.first / KEYS + warp,
                (walk.keys + KEYS - 1) / KEYS, WARPS,

@@ -33,7 +33,7 @@ struct mend_row : query_sight {
 };
 
 /* Calls give(row) for each key of a source, from number `first` on; a warp's lanes get
- * different ones, and may get some that do not exist (position -1). */
+ * different ones, and may get some that do not exist (index -1). */
 template <class Keys, class F>
 __device__ __forceinline__ void each_key(const Keys &keys, int first, F give) {
   const int lane = threadIdx.x % WARP;
@@ -66,7 +66,7 @@ __device__ bool hides_poison(const kvl_paged_attention_args &a, const mend_row &
                         (int)min((int64_t)r.length, (int64_t)r.at + reach));
   bool finite = true;
   each_key(near, first_key(near), [&](const paged_row &key) {
-    if (key.position < 0 || r.sees(a, key.position)) return;
+    if (key.index < 0 || r.sees(a, key.index)) return;
     for (int d = 0; d < a.cache.value.dim; d += 8) {
       float x[8];
       key_numbers<C>(a.cache, key, near.to_value(), d, x);
@@ -91,7 +91,7 @@ __device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r
   float m = -INFINITY, l = 0.f, sums[DIMS] = {};
   each_key(keys, first, [&](const paged_row &key) {
     float s = -INFINITY;
-    if (key.position >= 0 && r.sees(a, key.position)) {
+    if (key.index >= 0 && r.sees(a, key.index)) {
       s = 0.f;
 #pragma unroll 1
       for (int d = 0; d < head_dim; d += 8) {
@@ -101,12 +101,12 @@ __device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r
 #pragma unroll
         for (int e = 0; e < 8; e++) s += x[e] * y[e];
       }
-      s = rule(s * k_scale) + slope * (float)(key.position - r.at);
+      s = rule(s * k_scale) + slope * (float)kvl__apart(key.index, r.at);
       if constexpr (H::ACTIVE) {
         const int group = (int)(a.heads / a.cache.kv_heads);
         const hook_row of = {r.seq,          a.cache.kv_heads, r.kv_head,
                              r.head % group, r.length,         r.at};
-        s = hook(s, of, key.position);
+        s = hook(s, of, key.index);
       }
     }
     const float top = fmaxf(m, warp_max(s)), shift = finite_shift(top);

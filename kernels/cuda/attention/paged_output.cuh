@@ -18,7 +18,7 @@ struct query_rows {
   __device__ int head(int r) const { return head0 + r % heads_each; }
 };
 
-/* Finds the query rows of a thread block, at most ROWS: those of tile number `index`, for the
+/* Finds the query rows of a thread block, at most ROWS: those of tile number `number`, for the
  * KV head and the subgroup of its heads that blockIdx.y gives. tile.seq is -1 when there are
  * none. */
 struct query_block {
@@ -28,12 +28,12 @@ struct query_block {
 };
 template <int ROWS>
 __device__ __forceinline__ query_block find_queries(const kvl_paged_attention_args &a,
-                                                    int64_t index, int subgroups) {
+                                                    int64_t number, int subgroups) {
   query_block b;
   const int group = (int)(a.heads / a.cache.kv_heads);
   b.kv_head = blockIdx.y / subgroups;
   const int first = blockIdx.y % subgroups * ROWS, heads_each = min(group - first, ROWS);
-  b.tile = find_tile(a, index, max(1, ROWS / group));
+  b.tile = find_tile(a, number, max(1, ROWS / group));
   b.rows = {b.tile.token0, b.kv_head * group + first, heads_each, b.tile.tokens * heads_each};
   return b;
 }

@@ -39,7 +39,7 @@ template <int D> struct prefill_shape {
 template <int KEYS, bool PACKED> struct row_lists {
   int length; /* of the sequence; here for draft trees, as registers are short */
   int64_t offset[3][KEYS], scales[3][PACKED ? KEYS : 1];
-  int position[3][KEYS];
+  int index[3][KEYS];
   int whole[3][KEYS / WARP]; /* whether all of these 32 keys exist */
 };
 
@@ -54,8 +54,8 @@ __device__ __forceinline__ void find_rows(const paged_walk &walk,
   paged_row row = walk.find(t * KEYS + tid);
   lists.offset[t % 3][tid] = row.offset;
   if constexpr (PACKED) lists.scales[t % 3][tid] = row.scales(walk.a.cache.key);
-  lists.position[t % 3][tid] = row.position;
-  int whole = __all_sync(ALL_LANES, row.position >= 0);
+  lists.index[t % 3][tid] = row.index;
+  int whole = __all_sync(ALL_LANES, row.index >= 0);
   if (lane == 0) lists.whole[t % 3][warp] = whole;
 }
 
@@ -73,7 +73,7 @@ __device__ __forceinline__ void fetch_tile(
 #pragma unroll
   for (int i = 0; i < shape::KEYS * PIECES / shape::THREADS; i++) {
     int r = (i * shape::THREADS + tid) / PIECES, piece = (i * shape::THREADS + tid) % PIECES;
-    bool valid = lists.position[t % 3][r] >= 0 && piece * 8 < head_dim;
+    bool valid = lists.index[t % 3][r] >= 0 && piece * 8 < head_dim;
     const char *k = valid ? cache + lists.offset[t % 3][r] + piece * 8 * sizeof(C) : cache;
     const char *v = valid ? k + to_value : cache;
     uint32_t to = tile_byte<PIECES>(r, piece);
@@ -97,16 +97,16 @@ __device__ __forceinline__ void fetch_tile(
 
 /* ---- scores ---------------------------------------------------------------------------- */
 
-/* A query row and the positions that it sees: low ... limit. Its own position is `at`. */
+/* A query row and the indices that it sees: low ... limit. Its own index is `at`. */
 struct prefill_row {
   int r, at, low, limit;
   bool has; /* whether there is such a row */
   float slope;
 
   __device__ __forceinline__ prefill_row(const kvl_paged_attention_args &a,
-                                         const query_rows &rows, int position0, int length,
+                                         const query_rows &rows, int index0, int length,
                                          int r_)
-      : r(r_), at(position0 + r_ / rows.heads_each), low(window_begin(a, at)),
+      : r(r_), at(index0 + r_ / rows.heads_each), low(window_begin(a, at)),
         has(r_ < rows.count) {
     limit = !has ? -1 : a.causal ? at : length - 1;
     slope = a.alibi && has ? a.alibi[rows.head(r)] * LOG2E : 0.f;
@@ -117,8 +117,8 @@ struct prefill_row {
     if (!has) return nullptr;
     return (const T *)a.q + (rows.token(r) * a.heads + rows.head(r)) * head_dim;
   }
-  __device__ __forceinline__ bool sees(int position) const {
-    return position >= low && position <= limit;
+  __device__ __forceinline__ bool sees(int index) const {
+    return index >= low && index <= limit;
   }
   /* A row that does not exist is the last that does. */
   __device__ __forceinline__ hook_row for_hook(const kvl_paged_attention_args &a,
@@ -182,7 +182,7 @@ template <int N> __device__ __forceinline__ void scale_scores(float (&s)[N][4], 
 }
 template <int N, class H>
 __device__ __forceinline__ void mask_scores(float (&s)[N][4], const score_rule &rule,
-                                            float k_scale, const int *positions, int pair,
+                                            float k_scale, const int *indices, int pair,
                                             const prefill_row &row0, const prefill_row &row1,
                                             const H &hook, const hook_row &of0,
                                             const hook_row &of1) {
@@ -190,11 +190,11 @@ __device__ __forceinline__ void mask_scores(float (&s)[N][4], const score_rule &
   for (int n = 0; n < N; n++)
 #pragma unroll
     for (int c = 0; c < 2; c++) {
-      int at = positions[n * 8 + pair + c];
+      int at = indices[n * 8 + pair + c];
       bool seen0 = row0.sees(at), seen1 = row1.sees(at);
       float x0 = rule(s[n][c] * k_scale), x1 = rule(s[n][c + 2] * k_scale);
-      x0 += row0.slope * (float)(at - row0.at);
-      x1 += row1.slope * (float)(at - row1.at);
+      x0 += row0.slope * (float)kvl__apart(at, row0.at);
+      x1 += row1.slope * (float)kvl__apart(at, row1.at);
       if constexpr (H::ACTIVE) x0 = hook(x0, of0, max(at, 0)), x1 = hook(x1, of1, max(at, 0));
       s[n][c] = seen0 ? x0 : -INFINITY;
       s[n][c + 2] = seen1 ? x1 : -INFINITY;
@@ -204,7 +204,7 @@ __device__ __forceinline__ void mask_scores(float (&s)[N][4], const score_rule &
 template <int N>
 __device__ __forceinline__ void hide_by_tree(const kvl_paged_attention_args &a,
                                              const query_rows &rows, float (&s)[N][4],
-                                             const int *positions, int length, int pair,
+                                             const int *indices, int length, int pair,
                                              int r) {
   const int64_t token0 = rows.token(min(r, rows.count - 1));
   const int64_t token1 = rows.token(min(r + 8, rows.count - 1));
@@ -213,7 +213,7 @@ __device__ __forceinline__ void hide_by_tree(const kvl_paged_attention_args &a,
   for (int n = 0; n < N; n++)
 #pragma unroll
     for (int c = 0; c < 2; c++) {
-      int at = positions[n * 8 + pair + c];
+      int at = indices[n * 8 + pair + c];
       if (at < from) continue;
       if (!tree_shows(a, token0, length, at)) s[n][c] = -INFINITY;
       if (!tree_shows(a, token1, length, at)) s[n][c + 2] = -INFINITY;
@@ -274,9 +274,9 @@ __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int s
   if (tile_q.seq < 0) return;
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
   const int head_dim = a.cache.key.dim, length = a.lens[tile_q.seq];
-  const int last = tile_q.position0 + tile_q.tokens - 1;
+  const int last = tile_q.index0 + tile_q.tokens - 1;
   const paged_walk walk(a, tile_q.seq, kv_head, a.causal ? min(last + 1, length) : length,
-                        window_begin(a, tile_q.position0));
+                        window_begin(a, tile_q.index0));
   const int tile0 = walk.first / KEYS, tiles = (walk.keys + KEYS - 1) / KEYS;
   const char *cache = (const char *)a.cache.memory;
   const int64_t to_value = walk.to_value();
@@ -294,8 +294,8 @@ __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int s
 
   /* This lane's two rows of every mma are lane/4 and lane/4 + 8 of the warp's 16. */
   const int r0 = warp * 16 + lane / 4, pair = lane % 4 * 2;
-  const prefill_row row0(a, rows, tile_q.position0, length, r0);
-  const prefill_row row1(a, rows, tile_q.position0, length, r0 + 8);
+  const prefill_row row0(a, rows, tile_q.index0, length, r0);
+  const prefill_row row1(a, rows, tile_q.index0, length, r0 + 8);
   const T *const q0 = row0.query<T>(a, rows, head_dim);
   const T *const q1 = row1.query<T>(a, rows, head_dim);
   const prefill_sight sight(row0, row1, tree_begin(a, length) - 1);
@@ -328,8 +328,8 @@ __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int s
     copy_commit();
     if (t + 2 < tiles) find(t + 2);
 
-    const int *positions = lists.position[t % 3];
-    if (positions[0] > sight.most) continue; /* no row of this warp sees them */
+    const int *indices = lists.index[t % 3];
+    if (indices[0] > sight.most) continue; /* no row of this warp sees them */
     const uint32_t k_at = tiles_at + (t & 1) * 2 * shape::TILE_BYTES;
     const uint32_t v_at = k_at + shape::TILE_BYTES;
     float s[KEYS / 8][4] = {};
@@ -342,12 +342,12 @@ __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int s
     /* Positions ascend, so if all keys of a tile exist, its last one is the first to be out
      * of sight. */
     const int *whole = lists.whole[t % 3];
-    bool plain = whole[0] && whole[KEYS / WARP - 1] && positions[0] >= sight.low &&
-                 positions[KEYS - 1] <= sight.least && !biased;
+    bool plain = whole[0] && whole[KEYS / WARP - 1] && indices[0] >= sight.low &&
+                 indices[KEYS - 1] <= sight.least && !biased;
     float top0 = m0, top1 = m1;
     if (plain) scale_scores(s, scale);
-    else mask_scores(s, rule, k_scale, positions, pair, row0, row1, hook, of0, of1);
-    if (a.tree && !plain) hide_by_tree(a, rows, s, positions, lists.length, pair, r0);
+    else mask_scores(s, rule, k_scale, indices, pair, row0, row1, hook, of0, of1);
+    if (a.tree && !plain) hide_by_tree(a, rows, s, indices, lists.length, pair, r0);
     raise_tops(s, top0, top1);
     const float shift0 = finite_shift(top0), shift1 = finite_shift(top1);
     const float down0 = exp2_fast(m0 - shift0), down1 = exp2_fast(m1 - shift1);

@@ -105,7 +105,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
         /* In place of a row that does not exist, the last one. */
         const int r = min(i ? r1 : r0, rows.count - 1), token = r / w.heads_each;
         const int head = w.head0 + r - token * w.heads_each;
-        wgmma_row row = {a.alibi ? a.alibi[head] * LOG2E : 0.f, w.position0 + token, head};
+        wgmma_row row = {a.alibi ? a.alibi[head] * LOG2E : 0.f, w.index0 + token, head};
         if (H::ACTIVE) row.head -= w.kv_head * (int)(a.heads / a.cache.kv_heads);
         if (lane % 4 == 0) memory.rows[i ? r1 : r0] = row;
       }
@@ -132,18 +132,18 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
   };
   /* Turns products into scores in base 2. */
   auto bias = [&](int stage) {
-    const int *position = memory.positions[stage] + pair;
+    const int *index = memory.indices[stage] + pair;
     const float product = shape::F8 ? rule.scale * key_size : rule.scale;
     const float by = a.soft_cap > 0.f ? 1.f : product;
     if (a.soft_cap > 0.f) cap_scores(product, rule.cap, x.s);
     const wgmma_row rows[2] = {memory.rows[r0], memory.rows[r1]};
     if (a.alibi) {
-      const float apart = (float)(rows[0].at - rows[1].at);
+      const float apart = (float)kvl__apart(rows[0].at, rows[1].at);
 #pragma unroll
       for (int g = 0; g < KEYS / 8; g++) {
-        const int2 key = *(const int2 *)(position + 8 * g);
-        const float far0 = (float)(key.x - rows[0].at);
-        const float far1 = (float)(key.y - rows[0].at);
+        const int2 key = *(const int2 *)(index + 8 * g);
+        const float far0 = (float)kvl__apart(key.x, rows[0].at);
+        const float far1 = (float)kvl__apart(key.y, rows[0].at);
         x.s[4 * g] = x.s[4 * g] * by + rows[0].slope * far0;
         x.s[4 * g + 1] = x.s[4 * g + 1] * by + rows[0].slope * far1;
         x.s[4 * g + 2] = x.s[4 * g + 2] * by + rows[1].slope * (far0 + apart);
@@ -157,7 +157,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
       const hook_row of[2] = {of_hook(rows[0]), of_hook(rows[1])};
 #pragma unroll
       for (int i = 0; i < KEYS / 2; i++) {
-        const int key = position[i / 4 * 8 + (i & 1)];
+        const int key = index[i / 4 * 8 + (i & 1)];
         x.s[i] = hook(x.s[i], of[i / 2 & 1], key < of[0].length ? key : 0);
       }
     }
@@ -184,7 +184,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
       float first[2];
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        first[r] = rows[r].slope * (float)(span.x + pair - rows[r].at) - shift[r];
+        first[r] = rows[r].slope * (float)kvl__apart(span.x + pair, rows[r].at) - shift[r];
       x.weigh_by(scale, sum, [&](int i, float s) {
         const int r = i / 2 & 1;
         return s * by + (rows[r].slope * (float)(i / 4 * 8 + (i & 1)) + first[r]);
@@ -194,11 +194,11 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
     }
   };
   auto mask = [&](int stage) {
-    const int *position = memory.positions[stage];
+    const int *index = memory.indices[stage];
     const wgmma_sight sight0(a, w, r0), sight1(a, w, r1);
 #pragma unroll
     for (int i = 0; i < KEYS / 2; i++) {
-      const int key = position[i / 4 * 8 + pair + (i & 1)];
+      const int key = index[i / 4 * 8 + pair + (i & 1)];
       if (!(i & 2 ? sight1 : sight0).sees(key)) x.s[i] = -INFINITY;
     }
     if (!BIASED || !a.tree) return;
@@ -208,7 +208,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
     uint64_t hidden = 0;
 #pragma unroll 4
     for (int i = 0; i < KEYS / 2; i++) {
-      const int key = position[i / 4 * 8 + pair + (i & 1)];
+      const int key = index[i / 4 * 8 + pair + (i & 1)];
       const bool hides = key >= tree && key < length &&
                          !tree_shows(a, i & 2 ? token1 : token0, length, key);
       hidden |= (uint64_t)hides << i;

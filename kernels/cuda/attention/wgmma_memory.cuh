@@ -12,7 +12,7 @@ namespace kvl {
 #if KVL_SM90A
 
 /* What a bias of a query row depends on, here because registers are short: the head (for a
- * hook, that of the group), its ALiBi slope in base 2, the position. */
+ * hook, that of the group), its ALiBi slope in base 2, the index. */
 struct alignas(16) wgmma_row {
   float slope;
   int at, head;
@@ -27,10 +27,10 @@ template <class shape> struct wgmma_memory {
   static constexpr int COPIERS = shape::COPIERS;
   static constexpr int READERS = CONSUMER_WARPS + 1 + 2 * COPIERS + 4 * shape::BYTES;
   static constexpr int BARRIERS = (shape::BYTES ? 6 : 4) * STAGES + 2 * QS + 2 * SLOTS + 1;
-  /* What consumers know of a tile: the positions of its keys (NO_KEYS or more: there is no
+  /* What consumers know of a tile: the indices of its keys (NO_KEYS or more: there is no
    * such key), and the first and last of them (the last is INT_MAX when some keys do not
    * exist), from each of the warps that copy K. */
-  alignas(16) int positions[STAGES][shape::KEYS];
+  alignas(16) int indices[STAGES][shape::KEYS];
   int2 spans[COPIERS][STAGES];
   /* What converters know of a tile of K or V: nothing is to be changed, or which signs are to
    * be and how many keys of each eight are to be kept. */
@@ -178,18 +178,18 @@ struct key_scale {
 constexpr uint32_t CHANGE_NOTHING = 1; /* other changes are signs of four numbers */
 
 /* Tells the converters what to change in a tile: lane g has the group that begins at
- * `position`. Keys that do not exist must become 0 where they would reach a sum: V always,
+ * `index`. Keys that do not exist must become 0 where they would reach a sum: V always,
  * and packed K, whose scales do not come then. */
 template <class shape>
 __device__ __forceinline__ void tell_changes(bool V, const key_scale &scale,
                                              const wgmma_work &w, wgmma_memory<shape> &memory,
-                                             int s, int position, bool whole) {
+                                             int s, int index, bool whole) {
   const int lane = threadIdx.x % WARP;
-  const bool by_position = V || shape::PACKED;
-  const bool zero = by_position ? position >= NO_KEYS : scale.none;
+  const bool by_index = V || shape::PACKED;
+  const bool zero = by_index ? index >= NO_KEYS : scale.none;
   if (lane < shape::GROUPS)
-    memory.kept[V][s][lane] = zero ? 0 : by_position ? min(8, w.length - position) : 8;
-  const bool as_it_is = by_position ? whole : !scale.none && scale.signs == 0;
+    memory.kept[V][s][lane] = zero ? 0 : by_index ? min(8, w.length - index) : 8;
+  const bool as_it_is = by_index ? whole : !scale.none && scale.signs == 0;
   if (lane == 0) memory.changes[V][s] = as_it_is ? CHANGE_NOTHING : V ? 0 : scale.signs;
 }
 
@@ -214,8 +214,8 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
     };
     wgmma_key next = look_up(w.tiles - 1);
     for (int tile = w.tiles - 1; tile >= 0; tile--, step++) {
-      const int position = next.position, from = token / 8;
-      const bool there = position != NO_KEYS, filled = there && position + 8 <= w.length;
+      const int index = next.index, from = token / 8;
+      const bool there = index != NO_KEYS, filled = there && index + 8 <= w.length;
       const int row = there ? next.physical * strips + kvl__strip(&a.cache, V, w.kv_head)
                             : outside;
       const bool whole = __all_sync(ALL_LANES, V ? filled : there);
@@ -237,17 +237,16 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
       const uint32_t arrive = clear ? memory.side() : full;
       barrier_wait(memory.empty(V, s), (step / STAGES & 1) ^ 1);
       if (!V) {
-        int4 *const positions = (int4 *)memory.positions[s];
+        int4 *const indices = (int4 *)memory.indices[s];
         if (lane < GROUPS) {
-          positions[2 * lane] = make_int4(position, position + 1, position + 2, position + 3);
-          positions[2 * lane + 1] = make_int4(position + 4, position + 5, position + 6,
-                                              position + 7);
+          indices[2 * lane] = make_int4(index, index + 1, index + 2, index + 3);
+          indices[2 * lane + 1] = make_int4(index + 4, index + 5, index + 6, index + 7);
         }
-        if (lane == 0) memory.spans[0][s].x = position;
-        if (lane == GROUPS - 1) memory.spans[0][s].y = whole ? position + 7 : INT_MAX;
+        if (lane == 0) memory.spans[0][s].x = index;
+        if (lane == GROUPS - 1) memory.spans[0][s].y = whole ? index + 7 : INT_MAX;
       }
       if constexpr (shape::BYTES)
-        tell_changes(V, key_scale(a, w.kv_head), w, memory, s, position, whole);
+        tell_changes(V, key_scale(a, w.kv_head), w, memory, s, index, whole);
       if (lane == 0) barrier_arrive_expect(arrive, bytes);
       else if (!V || shape::BYTES) barrier_arrive(full);
       __syncwarp();
@@ -264,7 +263,7 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
       side_parity ^= 1;
       constexpr int PIECES = shape::ATOM / 8; /* of 16 bytes, in an atom's row */
       for (uint32_t rest = clear; rest; rest &= rest - 1) {
-        const int i = __ffs(rest) - 1, first = __shfl_sync(ALL_LANES, position, i);
+        const int i = __ffs(rest) - 1, first = __shfl_sync(ALL_LANES, index, i);
         const int keys = first == NO_KEYS ? 0 : w.length - first;
         for (int piece = keys * PIECES + lane; piece < 8 * PIECES; piece += WARP)
           for (int part = 0; part < shape::PARTS; part++)
@@ -319,7 +318,7 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
     while (handed < step) hand_over();
   };
   each_work<shape>(memory, [&](const wgmma_work &w) {
-    int position[EACH];
+    int index[EACH];
     uint32_t row[EACH];
     auto look_up = [&](int tile) {
 #pragma unroll
@@ -328,7 +327,7 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
                         min(j * WARP + lane, MINE - 1);
         const int entry = plan.by_block.quotient(key), token = key - entry * block_size;
         const wgmma_key at(a, w, entry, token);
-        position[j] = at.position;
+        index[j] = at.index;
         row[j] = at.physical < 0 ? NO_ROW
                                  : (uint32_t)(at.physical * kvl__strips(&a.cache) +
                                               kvl__strip(&a.cache, V, w.kv_head)) *
@@ -354,9 +353,9 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
           if (lane < PIECES)
             copy_async(memory.tile_scales(V, s) + (j * PIECES + lane) * 16,
                        cache + at + lane % shape::SCALES * 16, there);
-          const int begin = __shfl_sync(ALL_LANES, position[j], lane % 4 * 8);
+          const int begin = __shfl_sync(ALL_LANES, index[j], lane % 4 * 8);
           if (lane / 4 == j) first = begin;
-          whole = whole && position[j] != NO_KEYS;
+          whole = whole && index[j] != NO_KEYS;
         }
         whole = __all_sync(ALL_LANES, whole);
         tell_changes(V, key_scale(a, w.kv_head), w, memory, s, first, whole);
@@ -371,13 +370,12 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
         bool whole = true;
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
-          if (j * WARP + lane < MINE)
-            memory.positions[s][mine + j * WARP + lane] = position[j];
-          whole = whole && position[j] != NO_KEYS;
+          if (j * WARP + lane < MINE) memory.indices[s][mine + j * WARP + lane] = index[j];
+          whole = whole && index[j] != NO_KEYS;
         }
         whole = __all_sync(ALL_LANES, whole);
-        if (lane == 0) memory.spans[share][s].x = position[0];
-        if (lane == WARP - 1) memory.spans[share][s].y = whole ? position[EACH - 1] : INT_MAX;
+        if (lane == 0) memory.spans[share][s].x = index[0];
+        if (lane == WARP - 1) memory.spans[share][s].y = whole ? index[EACH - 1] : INT_MAX;
       }
       if constexpr (shape::F8)
         tell_changes(V, key_scale(a, w.kv_head), w, memory, s, 0, true);

@@ -103,7 +103,7 @@ struct wgmma_shape {
                                       2 * STAGES * SCALES_BYTES + 1024;
 };
 
-constexpr int NO_KEYS = INT_MAX - 8; /* the position of keys that do not exist */
+constexpr int NO_KEYS = INT_MAX - 8; /* the index of keys that do not exist */
 
 /* What the host works out. */
 struct wgmma_plan {
@@ -161,7 +161,7 @@ template <class F> __device__ __forceinline__ int warp_prefix_count(int n, F hol
 /* A piece of work: the rows of a tile of tokens for one KV head, and tiles of the keys that
  * they see. tokens 0: there is no more work. */
 struct wgmma_work {
-  int token0, tokens, position0;
+  int token0, tokens, index0;
   int kv_head, head0, heads_each, seq, length;
   int first_key; /* of tile 0; no row's window reaches further back */
   int tiles;     /* at least one, even if it has no keys */
@@ -175,7 +175,7 @@ struct wgmma_work {
     if (!a.starts) { /* one new token a sequence */
       token0 = seq = entry;
       tokens = 1;
-      position0 = a.lens[seq] - 1;
+      index0 = a.lens[seq] - 1;
     } else {
       /* The tiles of sequence s have numbers from starts[s] / tokens_tile + s on. */
       int low = 0, high = (int)a.seqs;
@@ -190,7 +190,7 @@ struct wgmma_work {
       token0 = start + (entry - ((int)plan.by_tile.quotient(start) + seq)) * plan.tokens_tile;
       if (token0 >= end) return;
       tokens = min(plan.tokens_tile, end - token0);
-      position0 = a.lens[seq] - (end - token0);
+      index0 = a.lens[seq] - (end - token0);
     }
     length = (int)min((int64_t)a.lens[seq], a.max_blocks * a.cache.block_size);
   }
@@ -211,8 +211,8 @@ struct wgmma_work {
   __device__ void set_tiles(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                             bool exact) {
     const int block_size = a.cache.block_size;
-    int keys = max(0, min(length, a.causal ? position0 + tokens : INT_MAX));
-    int skip = plan.by_block.quotient(window_begin(a, position0));
+    int keys = max(0, min(length, a.causal ? index0 + tokens : INT_MAX));
+    int skip = plan.by_block.quotient(window_begin(a, index0));
     if (a.selection) {
       const unsigned seen = plan.by_block.quotient(keys + block_size - 1), before = skip;
       const int32_t *selection = a.selection + (exact ? list(a) : 0);
@@ -232,7 +232,7 @@ struct wgmma_work {
     wgmma_work w;
     w.token0 = __shfl_sync(ALL_LANES, token0, from);
     w.tokens = __shfl_sync(ALL_LANES, tokens, from);
-    w.position0 = __shfl_sync(ALL_LANES, position0, from);
+    w.index0 = __shfl_sync(ALL_LANES, index0, from);
     w.seq = __shfl_sync(ALL_LANES, seq, from);
     w.length = __shfl_sync(ALL_LANES, length, from);
     w.first_key = __shfl_sync(ALL_LANES, first_key, from);
@@ -253,14 +253,14 @@ struct wgmma_work {
 };
 
 /* Where a key lies, given by its entry in the table (or in the selection) and its token there:
- * its position, and its block in the cache. Without such a key they are NO_KEYS and -1. */
+ * its index, and its block in the cache. Without such a key they are NO_KEYS and -1. */
 struct wgmma_key {
-  int position, physical;
+  int index, physical;
   /* No branch depends on the lane: after such a branch ptxas keeps nothing in uniform
    * registers. */
   __device__ wgmma_key(const kvl_paged_attention_args &a, const wgmma_work &w, int entry,
                        int token)
-      : position(NO_KEYS), physical(-1) {
+      : index(NO_KEYS), physical(-1) {
     if (a.max_blocks == 0 || (a.selection && a.max_selected == 0)) return;
     int block = entry;
     bool there = true;
@@ -273,7 +273,7 @@ struct wgmma_key {
     const int found = a.slots ? a.slots[w.slot_list(a) + (there ? entry : 0)]
                               : a.tables[w.seq * a.max_blocks + (there ? block : 0)];
     there = there & (found >= 0) & (found < a.cache.blocks);
-    position = there ? at : NO_KEYS;
+    index = there ? at : NO_KEYS;
     physical = there ? found : -1;
   }
 };

@@ -153,17 +153,15 @@ template <class T, class shape> struct wgmma_state {
   }
 };
 
-/* The positions that a query row sees: `seen` of them, from `low` on. */
+/* The indices that a query row sees: `seen` of them, from `low` on. */
 struct wgmma_sight {
   int at, low, seen;
   __device__ wgmma_sight(const kvl_paged_attention_args &a, const wgmma_work &w, int r)
-      : at(w.position0 + r / w.heads_each), low(window_begin(a, at)) {
+      : at(w.index0 + r / w.heads_each), low(window_begin(a, at)) {
     const int end = a.causal ? min(at + 1, w.length) : w.length;
     seen = r < w.tokens * w.heads_each ? max(0, end - low) : 0;
   }
-  __device__ bool sees(int position) const {
-    return (unsigned)(position - low) < (unsigned)seen;
-  }
+  __device__ bool sees(int index) const { return (unsigned)(index - low) < (unsigned)seen; }
 };
 
 /* Four neighbouring lanes hold four numbers each. Lane q gets the q-th of each, in order. */
@@ -318,7 +316,7 @@ __device__ __forceinline__ hook_row row_for_hook(const kvl_paged_attention_args 
   const int own = min(r, rows.count - 1), group = (int)(a.heads / a.cache.kv_heads);
   return {w.seq,         a.cache.kv_heads,
           w.kv_head,     rows.head(own) - w.kv_head * group,
-          a.lens[w.seq], w.position0 + own / w.heads_each};
+          a.lens[w.seq], w.index0 + own / w.heads_each};
 }
 
 /* A tile's scores again, from global memory and without the tensor cores: their weights passed
@@ -363,12 +361,12 @@ __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
     if (shape::F8) s *= by;
     if (BIASED) s = rule(s);
     if (BIASED && a.alibi)
-      s += a.alibi[rows.head(own)] * LOG2E * (float)(at.position - sight.at);
+      s += a.alibi[rows.head(own)] * LOG2E * (float)kvl__apart(at.index, sight.at);
     if constexpr (H::ACTIVE)
-      s = hook(s, row_for_hook(a, w, r), at.position < length ? at.position : 0);
-    bool seen = at.physical >= 0 & sight.sees(at.position);
-    if (BIASED && a.tree && seen && at.position >= tree_begin(a, length))
-      seen = tree_shows(a, rows.token(own), length, at.position);
+      s = hook(s, row_for_hook(a, w, r), at.index < length ? at.index : 0);
+    bool seen = at.physical >= 0 & sight.sees(at.index);
+    if (BIASED && a.tree && seen && at.index >= tree_begin(a, length))
+      seen = tree_shows(a, rows.token(own), length, at.index);
     s = seen ? s : -INFINITY;
     /* Registers have no index at run time. */
 #pragma unroll

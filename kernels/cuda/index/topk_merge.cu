@@ -1,10 +1,10 @@
 /* Running top-k: merges a tile of logits with the k largest of the columns before it.
  *   logits          f32 bf16  [rows, n]   columns first ... first + n - 1 of the whole row
  *   starts, lens    i32       [rows]      the row's tokens, in columns of the whole row
- *   kept_values     f32       [rows, k]   of the columns before, ascending by position
- *   kept_positions  i32       [rows, k]
+ *   kept_values     f32       [rows, k]   of the columns before, ascending by index
+ *   kept_indices  i32       [rows, k]
  *   values          f32       [rows, k]   of both together, padded with -inf
- *   positions       i32       [rows, k]   padded with -1
+ *   indices       i32       [rows, k]   padded with -1
  * Exact: the kept numbers followed by the tile's are searched as one row, as in
  * topk_transform.cu; ties go to the lower index, -inf and NaN are never taken.
  *
@@ -55,19 +55,19 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
   const uint32_t width = kept + (uint32_t)w.count, before = (uint32_t)w.before;
   const joined_row<T> numbers = {a.kept_values + row * a.k,
                                  (const T *)a.logits + row * a.n + w.begin - kept, (int)kept};
-  const int32_t *kept_positions = a.kept_positions + row * a.k;
+  const int32_t *kept_indices = a.kept_indices + row * a.k;
   float *values = a.values + row * a.k;
-  int32_t *positions = a.positions + row * a.k;
-  auto put = [&](uint32_t place, uint32_t index) {
-    const int32_t own = (int32_t)(before + index - kept);
-    values[place] = numbers[(int)index];
-    positions[place] = index < kept ? kept_positions[index] : own;
+  int32_t *indices = a.indices + row * a.k;
+  auto put = [&](uint32_t place, uint32_t column) {
+    const int32_t own = (int32_t)(before + column - kept);
+    values[place] = numbers[(int)column];
+    indices[place] = column < kept ? kept_indices[column] : own;
   };
   auto write_all = [&]() { /* no more than k are eligible */
                            for (uint32_t i =
                                     write_eligible(numbers, width, memory, put) + threadIdx.x;
                                 i < k; i += TEAM_THREADS)
-                             values[i] = -INFINITY, positions[i] = -1;
+                             values[i] = -INFINITY, indices[i] = -1;
   };
   if (width <= k) {
     let_next_start();
@@ -81,11 +81,11 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
     write_all();
     return;
   }
-  s.write([&](uint32_t place, uint32_t index) { positions[place] = (int32_t)index; });
+  s.write([&](uint32_t place, uint32_t column) { indices[place] = (int32_t)column; });
   /* The numbers are read after write: in it a thread would wait for each of them. */
   __syncthreads();
 #pragma unroll 4
-  for (uint32_t i = threadIdx.x; i < k; i += TEAM_THREADS) put(i, (uint32_t)positions[i]);
+  for (uint32_t i = threadIdx.x; i < k; i += TEAM_THREADS) put(i, (uint32_t)indices[i]);
 }
 
 template <class T> int launch(const kvl_topk_merge_args &a, const kvl_cuda_queue *q) {

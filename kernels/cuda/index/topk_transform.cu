@@ -1,16 +1,16 @@
-/* The k largest logits of each row's tokens, as positions, places or ragged indices.
+/* The k largest logits of each row's tokens, as indices, places or ragged indices.
  *   logits  f32 bf16  [rows, n]
  *   starts  i32       [rows]      optional: the column of a row's token 0
  *   lens    i32       [rows]
- *   out     i32       [rows, k]   ascending by position, -1 padded
- * Exact; ties go to the lower position, -inf and NaN are never taken. One team of blocks per
+ *   out     i32       [rows, k]   ascending by index, -1 padded
+ * Exact; ties go to the lower index, -inf and NaN are never taken. One team of blocks per
  * row finds the k (radix_select.cuh). All warps of the team read the row's own columns and
  * no others; of a row of at most k columns, one block lists the eligible ones. Places are
  * looked up at the end, all at once: in the order of a sparse bitmap a thread would wait for
  * one after the other (2 to 4 us more).
  *
  * Bytes  4 (2) * (tokens + k) a row, and tables. Limit: latency of the phases, see select.cu
- * Best   positions and places, f32, k 2048, cold L2 (an empty launch 3.1): [1,131072] 13.6
+ * Best   indices and places, f32, k 2048, cold L2 (an empty launch 3.1): [1,131072] 13.6
  *        and 16.4 us, [64,131072] 26.4 and 28.4, [64,2^20] 380 and 382; H100 80GB HBM3,
  *        2026-11-21, kernels/dev/topk_transform.cu */
 #include "args/index.h"

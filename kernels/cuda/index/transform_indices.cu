@@ -1,8 +1,8 @@
-/* Turns positions of tokens into places or ragged indices. Without positions it takes all
+/* Turns indices of tokens into places or ragged indices. Without indices it takes all
  * lens[r] tokens of each row.
- *   positions  i32  [rows, k]   optional
- *   lens       i32  [rows]      used when there are no positions
- *   out        i32  [rows, k]   -1 padded; may be positions
+ *   indices  i32  [rows, k]   optional
+ *   lens       i32  [rows]      used when there are no indices
+ *   out        i32  [rows, k]   -1 padded; may be indices
  * Limit: the bytes read and written; the launch, for the few rows of a decode. */
 #include "args/index.h"
 #include "cuda/elementwise.cuh"
@@ -14,8 +14,8 @@ struct transform_body {
   template <int N> __device__ void run(int64_t at) const {
     int64_t row, i;
     kvl::divide(at, g.k, &row, &i);
-    int32_t position = g.positions ? g.positions[at] : i < g.lens[row] ? (int32_t)i : -1;
-    g.out[at] = kvl__transformed(kvl__row_transform(&g.transform, row), position);
+    int32_t index = g.indices ? g.indices[at] : i < g.lens[row] ? (int32_t)i : -1;
+    g.out[at] = kvl__transformed(kvl__row_transform(&g.transform, row), index);
   }
 };
 

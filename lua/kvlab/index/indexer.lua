@@ -123,9 +123,9 @@ local function new_views(self, work)
   if work.streaming then
     local dims = { 2, work.rows, self.topk }
     local values = in_buffer(self, "values", "f32", dims)
-    local positions = in_buffer(self, "positions", "i32", dims)
+    local indices = in_buffer(self, "indices", "i32", dims)
     views.values1, views.values2 = values:index(0), values:index(1)
-    views.positions1, views.positions2 = positions:index(0), positions:index(1)
+    views.indices1, views.indices2 = indices:index(0), indices:index(1)
   end
   return views
 end
@@ -244,19 +244,19 @@ end
 local function stream_rows(self, work, part, to, rows)
   local merge, views, now = self.merge, work.views, 1
   local values = { head(views.values1, rows), head(views.values2, rows) }
-  local positions = { head(views.positions1, rows), head(views.positions2, rows) }
+  local indices = { head(views.indices1, rows), head(views.indices2, rows) }
   merge.starts, merge.lens = part.starts, part.lens
   for first = 0, work.of_n - 1, work.columns do
     local columns = math.min(work.columns, work.of_n - first)
     merge.logits, merge.first = logits_for(self, work, rows, columns), first
     tile_logits(part, work, first, merge.logits)
     if part.edit then part.edit(merge.logits, part.lens, first) end
-    merge.kept_values, merge.kept_positions = values[now], positions[now]
+    merge.kept_values, merge.kept_indices = values[now], indices[now]
     now = 3 - now
-    merge.values, merge.positions = values[now], positions[now]
+    merge.values, merge.indices = values[now], indices[now]
     ops.step.topk_merge(merge)
   end
-  to.positions, to.lens = positions[now], nil
+  to.indices, to.lens = indices[now], nil
   ops.step.transform_indices(to)
 end
 
@@ -267,7 +267,7 @@ local CALL = {
   q = a_tensor, weights = a_tensor, lens = options.required(a_tensor), cache = a_tensor,
   tables = a_tensor, k = a_tensor, scales = a_tensor, starts = a_tensor,
   row_sequence = a_tensor, offsets = a_tensor, out = a_tensor, max_len = options.whole,
-  to = options.one_of("positions", "places", "ragged"), block_size = options.count,
+  to = options.one_of("indices", "places", "ragged"), block_size = options.count,
   edit = options.callable,
 }
 local COLUMNS = 1024 -- the rows of a growing cache get longer by this many columns
@@ -316,7 +316,7 @@ local function select_chunk(self, call, work, out, each, first, count)
   else select_rows(self, work, part, to, count) end
 end
 
---- The tokens that each row attends to: i32 [rows, topk], positions in ascending order,
+--- The tokens that each row attends to: i32 [rows, topk], indices in ascending order,
 -- or what the transform makes of them; padded with -1.
 --  q        f8e4m3 [rows, heads, dim] and weights f32 [rows, heads], see kv.index_cache
 --  lens     i32 [rows]: how many tokens a row sees
@@ -325,8 +325,8 @@ end
 --  k, scales  contiguous keys, f8e4m3 [n, dim] and f32 [n]; a row sees those from starts
 --           i32 [rows] (0) on
 --  max_len  the longest of lens, where the host knows it
---  to       positions (default); places, by tables, block_size and maybe row_sequence i32
---           [rows]; ragged, position + offsets i32 [rows]
+--  to       indices (default); places, by tables, block_size and maybe row_sequence i32
+--           [rows]; ragged, index + offsets i32 [rows]
 --  edit     function(logits, lens, first): may change logits [rows, columns] of the rows
 --           with these lens, whose first column is token `first`, before the top-k. A
 --           token with a logit of -inf or NaN is not selected. Not called where every row

@@ -19,7 +19,7 @@ end
 --- The most bytes that the allocator takes for a tensor.
 local function charged(bytes) return math.ceil(bytes * 1.25) + 512 end
 
---- Bytes that `rows` rows of a running top-k take: values and positions, twice.
+--- Bytes that `rows` rows of a running top-k take: values and indices, twice.
 local function charged_state(rows, topk) return 2 * charged(8 * rows * topk) end
 
 --- Bytes allowed for rows x n logits, at most `most`.

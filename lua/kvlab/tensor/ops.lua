@@ -205,7 +205,7 @@ local PAGED = {
 --                 prev_lse, format (of cache), lse, scale (1 / sqrt(head_dim)), causal
 --                 (true), window (0: none), soft_cap (0: none), tree: u64 [tokens,
 --                 words], which of its sequence's newest 64 * words keys a row sees (bit
---                 i: the key at position length - 1 - i), out
+--                 i: the key at index length - 1 - i), out
 ---@return kvlab.Tensor out  like q unless given
 function M.paged_attention(a)
   return step.paged_attention(options.check("paged_attention", a, PAGED))
@@ -438,7 +438,7 @@ end
 
 local transform = ffi.new "kvl_transform"
 
---- The transform of positions that a call asks for; nil if it asks for none.
+--- The transform of indices that a call asks for; nil if it asks for none.
 local function transform_of(a)
   if not (a.tables or a.row_sequence or a.offsets) then return nil end
   transform.tables, transform.row_sequence = a.tables, a.row_sequence
@@ -467,12 +467,12 @@ end
 
 local TRANSFORM = with_transform { logits = needed, lens = needed, starts = a_tensor }
 
---- The tokens with the largest logits of each row: i32 [rows, k], positions in ascending
+--- The tokens with the largest logits of each row: i32 [rows, k], indices in ascending
 -- order, padded with -1.
 ---@param a table  logits f32 or bf16 [rows, n], lens i32 [rows]; out, or its k; starts
---                 i32 [rows], the column of a row's token 0. Positions become places if
+--                 i32 [rows], the column of a row's token 0. Indices become places if
 --                 there are tables i32 [sequences, width], block_size and maybe
---                 row_sequence i32 [rows]; with offsets i32 [rows], position + offset
+--                 row_sequence i32 [rows]; with offsets i32 [rows], index + offset
 ---@return kvlab.Tensor out
 function M.topk_transform(a)
   options.check("topk_transform", a, TRANSFORM)
@@ -481,44 +481,44 @@ function M.topk_transform(a)
 end
 
 function step.transform_indices(a)
-  local out = a.out or a.positions and tensor.open_like(a.positions)
+  local out = a.out or a.indices and tensor.open_like(a.indices)
     or tensor.tensor(a.lens.device, "i32", { a.lens:size(0), a.k })
-  check(C.kvl_transform_indices(a.positions, a.lens, transform_of(a), out))
+  check(C.kvl_transform_indices(a.indices, a.lens, transform_of(a), out))
   return out
 end
 
-local INDICES = with_transform { positions = a_tensor, lens = a_tensor }
+local INDICES = with_transform { indices = a_tensor, lens = a_tensor }
 
---- Applies the transform alone, to positions i32 [rows, k], or to all tokens of rows with
+--- Applies the transform alone, to indices i32 [rows, k], or to all tokens of rows with
 -- these lens.
----@param a table  positions or lens (with k or out); tables, block_size, row_sequence,
+---@param a table  indices or lens (with k or out); tables, block_size, row_sequence,
 --                 offsets, out as for topk_transform
 ---@return kvlab.Tensor out
 function M.transform_indices(a)
   a = options.check("transform_indices", a, INDICES)
-  if (a.positions == nil) == (a.lens == nil) then
-    error("transform_indices: expected one of positions and lens", 2)
+  if (a.indices == nil) == (a.lens == nil) then
+    error("transform_indices: expected one of indices and lens", 2)
   end
-  if not a.positions then check_result("transform_indices", a) end
+  if not a.indices then check_result("transform_indices", a) end
   return step.transform_indices(a)
 end
 
 function step.topk_merge(a)
   check(C.kvl_topk_merge(a.logits, a.first, a.starts, a.lens, a.kept_values,
-    a.kept_positions, a.values, a.positions))
-  return a.positions, a.values
+    a.kept_indices, a.values, a.indices))
+  return a.indices, a.values
 end
 
 local MERGE = { logits = needed, first = options.required(options.whole),
                 starts = a_tensor, lens = needed, kept_values = needed,
-                kept_positions = needed, values = needed, positions = needed }
+                kept_indices = needed, values = needed, indices = needed }
 
 --- A running top-k: merges the logits of the columns from `first` on with kept_values and
--- kept_positions [rows, k], the result for the columns before, into values and
--- positions.
----@param a table  logits, first, kept_values, kept_positions, values, positions; starts
+-- kept_indices [rows, k], the result for the columns before, into values and
+-- indices.
+---@param a table  logits, first, kept_values, kept_indices, values, indices; starts
 --                 and lens as for topk_transform
----@return kvlab.Tensor positions
+---@return kvlab.Tensor indices
 ---@return kvlab.Tensor values
 function M.topk_merge(a)
   return step.topk_merge(options.check("topk_merge", a, MERGE))

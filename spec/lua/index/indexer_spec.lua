@@ -90,7 +90,7 @@ local function check_all(dev)
   for i, c in ipairs(CASES) do
     local s = setting(dev, c)
     for name, o in pairs(OPTIONS) do
-      for _, to in ipairs { "positions", "places", "ragged" } do
+      for _, to in ipairs { "indices", "places", "ragged" } do
         for _, is_paged in ipairs { true, false } do
           o.device, o.topk = dev, TOPK
           local got = kv.indexer(o):select(call_of(s, to, is_paged))
@@ -166,10 +166,10 @@ describe("an indexer", function()
 
   it("computes no more columns than the longest row has, by the thousand", function()
     local s = setting(cpu, { sequences = 2, each = 1, width = 200, short = 1000 })
-    local call, indexer = call_of(s, "positions", true), kv.indexer { device = cpu,
+    local call, indexer = call_of(s, "indices", true), kv.indexer { device = cpu,
       topk = TOPK }
     call.max_len = 1000
-    S.equal(indexer:select(call), expected(s, "positions"))
+    S.equal(indexer:select(call), expected(s, "indices"))
     assert.equal(1024, indexer.work.of_n)
   end)
 
@@ -209,7 +209,7 @@ describe("an indexer", function()
     S.raises("did you mean topk?", kv.indexer, { topp = 3 })
     S.raises('logits is "f16", expected one of f32, bf16', kv.indexer, { logits = "f16" })
     S.raises("logits_bytes_max is -1", kv.indexer, { logits_bytes_max = -1 })
-    S.raises('to is "place", expected one of positions', select, { to = "place" })
+    S.raises('to is "place", expected one of indices', select, { to = "place" })
     S.raises("expected tables and block_size", select, { block_size = false })
     S.raises("lens is missing", select, { lens = false })
     S.raises("expected one of cache and k", select, { k = s.k, scales = s.scales })

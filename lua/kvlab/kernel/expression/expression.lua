@@ -16,7 +16,9 @@
 --   q         f32 [head, dim]    the newest query of each head of the KV head's group
 --   k, v      f32 [token, dim]   the block's K and V
 --   tokens    i32                valid tokens of the block
---   position  i32 [token]        of a token in its sequence
+--   index     i32 [token]        of a token among those that its sequence holds
+--   position  i32 [token]        of a token in the text, from which a sequence may hold
+--                                a part
 --   block     i32                which of its sequence's blocks it is
 --   blocks    i32                of the sequence
 --   length    i32                of the sequence, in tokens
@@ -26,7 +28,7 @@
 --                                or the option of kv.attention; a constant of the kernel
 -- and in attention, of a query and a key that it sees:
 --   logit     f32 [head, token]  scale * q . k, capped where the attention has a soft cap
---   query_position  i32          of the query in its sequence
+--   query_index, query_position  i32   of the query
 --   weight    f32 [head, token]  of the key in the softmax (emit)
 -- Any other name is a field of the policy's summary. The operators + - * / ^ % work on
 -- expressions and numbers.
@@ -217,13 +219,15 @@ M.leaves = {
   q = leaf("q", "f32", { "head", "dim" }), -- the newest query of the KV head's group
   k = leaf("k", "f32", { "token", "dim" }), v = leaf("v", "f32", { "token", "dim" }),
   tokens = leaf("tokens", "i32", {}),      -- valid tokens of the block
-  position = leaf("position", "i32", { "token" }), -- of a token in its sequence
+  index = leaf("index", "i32", { "token" }), -- of a token in its sequence
+  position = leaf("position", "i32", { "token" }), -- of a token in the text
   block = leaf("block", "i32", {}),        -- which of its sequence's
   blocks = leaf("blocks", "i32", {}),      -- of the sequence
   length = leaf("length", "i32", {}),      -- of the sequence, in tokens
   layer = leaf("layer", "i32", {}), kv_head = leaf("kv_head", "i32", {}),
   scale = leaf("scale", "f32", {}),        -- of the attention
   logit = leaf("logit", "f32", { "head", "token" }), -- what attention makes of q . k
+  query_index = leaf("query_index", "i32", {}),
   query_position = leaf("query_position", "i32", {}),
   weight = leaf("weight", "f32", { "head", "token" }), -- after the softmax
 }

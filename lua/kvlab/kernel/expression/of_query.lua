@@ -1,18 +1,18 @@
 --- What of the expressions that a prefill emits depends on the query alone, and not on a
 -- block or a key.
 --
--- A value of this kind is computed once for each query: keep ^ (length - query_position).
+-- A value of this kind is computed once for each query: keep ^ (length - query_index).
 -- A condition of this kind may say which queries are needed. The others add 0 whatever
 -- their weights are, so that their scores need not be computed:
 --
---   e.where(e.query_position:ge(e.length - 32), e.weight, 0):sum "token":mean "head"
+--   e.where(e.query_index:ge(e.length - 32), e.weight, 0):sum "token":mean "head"
 --
--- needs a query if its position is at least length - 32.
+-- needs a query if its index is at least length - 32.
 local expression = require "kvlab.kernel.expression.expression"
 
 local M = {}
 
-local OF_QUERY = { query_position = true, length = true, blocks = true, layer = true,
+local OF_QUERY = { query_index = true, length = true, blocks = true, layer = true,
                    kv_head = true }
 
 local known = setmetatable({}, { __mode = "k" }) -- what is_of_query found, by node

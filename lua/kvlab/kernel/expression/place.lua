@@ -39,18 +39,20 @@ local M = {}
 
 local AVAILABLE = {
   summary = { k = true, v = true, tokens = true, layer = true, kv_head = true },
-  score = { q = true, k = true, v = true, tokens = true, position = true, block = true,
-            blocks = true, length = true, layer = true, kv_head = true, scale = true },
+  score = { q = true, k = true, v = true, tokens = true, index = true, position = true,
+            block = true, blocks = true, length = true, layer = true, kv_head = true,
+            scale = true },
   map = { block = true, blocks = true, length = true, layer = true, kv_head = true,
           scale = true },
-  hook = { logit = true, position = true, query_position = true, block = true,
-           blocks = true, length = true, layer = true, kv_head = true, scale = true },
-  emit = { weight = true, position = true, query_position = true, tokens = true,
-           block = true, blocks = true, length = true, layer = true, kv_head = true,
-           scale = true },
-  prompt = { logit = true, position = true, query_position = true, tokens = true,
-             block = true, blocks = true, length = true, layer = true, kv_head = true,
-             scale = true },
+  hook = { logit = true, index = true, position = true, query_index = true,
+           query_position = true, block = true, blocks = true, length = true,
+           layer = true, kv_head = true, scale = true },
+  emit = { weight = true, index = true, position = true, query_index = true,
+           query_position = true, tokens = true, block = true, blocks = true,
+           length = true, layer = true, kv_head = true, scale = true },
+  prompt = { logit = true, index = true, position = true, query_index = true,
+             query_position = true, tokens = true, block = true, blocks = true,
+             length = true, layer = true, kv_head = true, scale = true },
 }
 local PLACE_NAMES = { summary = "a summary", score = "a score", map = "a map",
                       hook = "a bias, a mask or a log_weight", emit = "an emit",
@@ -66,6 +68,14 @@ local function with_scale(x, o)
   local scale = o.scale or 1 / math.sqrt(o.head_dim)
   return expression.replace(x, expression.leaves.scale,
     expression.number(scale, "f32", "scale"))
+end
+
+--- The expression with indices in place of positions. A sequence holds the whole of its
+-- text, so the two are the same; this is where the kernels of expressions know that.
+local function in_indices(x)
+  local leaves = expression.leaves
+  x = expression.replace(x, leaves.position, leaves.index)
+  return expression.replace(x, leaves.query_position, leaves.query_index)
 end
 
 local function fail(x, message, ...)
@@ -218,6 +228,7 @@ end
 
 local function add_root(plan, name, node, dtype, o)
   add_uses(plan, node, o)
+  node = in_indices(node)
   local keep = dtype == plan.dtype and plan.place == "summary" and raws(node)[node]
     and node.op ~= "store"
   plan.roots[#plan.roots + 1] = { name = name, dtype = dtype,
@@ -387,6 +398,7 @@ end
 -- known of the block has the dimension token.
 local function by_key(root)
   local new = {}
+  root = in_indices(root)
   expression.each(root, function(x)
     local copy = {}
     for key, value in pairs(x) do copy[key] = value end
@@ -478,7 +490,7 @@ end
 ---@param mask? kvlab.Expression
 local function weight_node(score, mask)
   local e, lse = expression.e, leaf("lse", "f32", { "head" })
-  local seen = e.position:ge(leaf("seen_from", "i32", {})):band(lse:gt(-math.huge))
+  local seen = e.index:ge(leaf("seen_from", "i32", {})):band(lse:gt(-math.huge))
   if mask then seen = seen:band(mask) end
   return seen:where(e.exp(score - lse), 0)
 end
@@ -521,7 +533,7 @@ function M.prompt(def, what, o)
   local weight = weight_node(score, mask)
   for _, name in ipairs(sorted.keys(def.emit)) do
     local x = with_scale(M.check_emit(name, def.emit[name], what), o)
-    roots[#roots + 1] = x
+    roots[#roots + 1] = in_indices(x)
     x = expression.replace(x, expression.leaves.weight, weight)
     add_root(plan, name, x, "f32", o)
   end
@@ -529,7 +541,7 @@ function M.prompt(def, what, o)
   for _, root in ipairs(plan.roots) do
     root.node = of_query.take_out(root.node, plan.query_values)
   end
-  plan.of_query = { query_position = true, lse = true, seen_from = true }
+  plan.of_query = { query_index = true, lse = true, seen_from = true }
   for _, value in ipairs(plan.query_values) do plan.of_query[value.name] = true end
   local condition = of_query.needed(roots)
   if condition then

@@ -211,12 +211,12 @@ __attribute__((visibility("default"))) int kvl_code(const void *arguments, void 
 local HOOK = [[
 __attribute__((visibility("default"))) void kvl_code_hook(const void *arguments,
                                                           const struct kvl_hook_row *row,
-                                                          const int32_t *positions,
+                                                          const int32_t *indices,
                                                           int tokens, float *scores) {
   const struct arguments *a = arguments;
   const int head = row->head, kv_head = row->kv_head, length = row->length;
-  const int query_position = row->query_position, blocks = (length + TOKENS - 1) / TOKENS;
-  (void)a, (void)head, (void)kv_head, (void)query_position, (void)blocks;
+  const int query_index = row->query_index, blocks = (length + TOKENS - 1) / TOKENS;
+  (void)a, (void)head, (void)kv_head, (void)query_index, (void)blocks;
 %s}
 ]]
 
@@ -238,11 +238,11 @@ static int piece(const void *arguments, int64_t begin, int64_t end) {
     if (!selection && block >= blocks) out[entry] = 0;
     if (block < 0 || block >= blocks || block >= a->width) continue;
     const int tokens = (int)i64_min(TOKENS, length - block * TOKENS);
-    const int query_position = length - 1;
-    const int seen_from = a->window > 0 ? max_i32(length - (int)a->window, 0) : 0;
+    const int query_index = length - 1;
+    const int seen_from = kvl__window_begin((int)a->window, query_index);
     const float *scores = (const float *)a->scores + row * GROUP * stride;
     const float *lse = (const float *)a->lse + row * GROUP;
-    (void)kv_head, (void)tokens, (void)query_position;
+    (void)kv_head, (void)tokens, (void)query_index;
 %s    out[block] = %s;
   }
   return 0;

@@ -80,7 +80,7 @@ function Printer:loop(s, dim, size, is_vector, _, step)
   end
   if self.plan.place == "hook" then
     self.key = name
-    return head, "}", ("(positions[%s] %% TOKENS)"):format(name)
+    return head, "}", ("(indices[%s] %% TOKENS)"):format(name)
   end
   return head, "}", name
 end
@@ -154,15 +154,15 @@ local function read_of_key(self, x, vector)
   if x.name == "logit" then
     return (vector and "load_f32_vf(scores + %s)" or "scores[%s]"):format(key)
   end
-  local position = (vector and "load_i32_vi(positions + %s)" or "positions[%s]"):format(
+  local index = (vector and "load_i32_vi(indices + %s)" or "indices[%s]"):format(
     key)
-  if x.name == "position" then return position end
-  local block = position .. " / TOKENS"
+  if x.name == "index" then return index end
+  local block = index .. " / TOKENS"
   if x.name == "block" then return block end
   return (vector and "gather_f32_vf(in_%s, %s)" or "in_%s[%s]"):format(x.name, block)
 end
 
-local OF_KEY = { logit = true, position = true, block = true }
+local OF_KEY = { logit = true, index = true, block = true }
 
 local function read_leaf(self, s, x, bind, vector)
   local item = item_of(bind)
@@ -186,7 +186,7 @@ local function read_leaf(self, s, x, bind, vector)
       s:index(x.dims, bind))
   elseif x.name == "k" or x.name == "v" then
     return load_row(self.plan, x.name .. "_row" .. item, s:index(x.dims, bind), vector)
-  elseif x.name == "position" then
+  elseif x.name == "index" then
     local text = ("block%s * TOKENS + %s"):format(item, bind.token.text)
     return vector and ("vi_iota(%s)"):format(text) or text
   elseif x.name == "score" then

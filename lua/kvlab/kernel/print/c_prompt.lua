@@ -49,7 +49,7 @@ static int take_blocks(const struct arguments *a, const struct emission *e, int6
 
 /* The scores of n queries, before bias, mask and log_weight. */
 static void take_queries(const struct arguments *a, const struct emission *e,
-                         int64_t first, int position0, int64_t kv_head, const int *of,
+                         int64_t first, int index0, int64_t kv_head, const int *of,
                          const int *at, int n) {
   const float *unit = a->cache.k_scale, *alibi = a->alibi, cap = (float)a->soft_cap;
   float factor = (float)a->scale * (unit ? unit[kv_head] : 1);
@@ -63,7 +63,7 @@ static void take_queries(const struct arguments *a, const struct emission *e,
   for (int i = 0; alibi && i < n * GROUP; i++) {
     const float slope = alibi[kv_head * GROUP + i %% GROUP];
     for (int b = 0; b < BLOCKS; b++) {
-      const int far = of[b] * TOKENS - (position0 + at[i / GROUP]);
+      const int far = kvl__apart(of[b] * TOKENS, index0 + at[i / GROUP]);
       float *scores = e->scores + i * COLUMNS + b * TOKENS;
       for (int t = 0; t < TOKENS; t++) scores[t] += slope * (float)(far + t);
     }
@@ -82,28 +82,27 @@ static int piece(const void *arguments, int64_t begin, int64_t end) {
     const int length = ((const int32_t *)a->lens)[seq];
     const int64_t first = ((const int32_t *)a->starts)[seq];
     const int rows = (int)(((const int32_t *)a->starts)[seq + 1] - first);
-    const int blocks = (length + TOKENS - 1) / TOKENS, position0 = length - rows;
+    const int blocks = (length + TOKENS - 1) / TOKENS, index0 = length - rows;
     int of[BLOCKS], at[QUERIES];
     const int lowest =
         rows > 0 ? take_blocks(a, &e, seq, kv_head, run * BLOCKS, of) : -1;
     if (lowest < 0) continue;
     double sums[BLOCKS][EMITS] = {{0}};
-%s    for (int query = max_i32(0, lowest * TOKENS - position0); query < rows;) {
+%s    for (int query = max_i32(0, lowest * TOKENS - index0); query < rows;) {
       int n = 0;
       for (; query < rows && n < QUERIES; query++)
-        if (needed(a, (int)kv_head, length, blocks, position0 + query)) at[n++] = query;
+        if (needed(a, (int)kv_head, length, blocks, index0 + query)) at[n++] = query;
       if (n == 0) break;
-      take_queries(a, &e, first, position0, kv_head, of, at, n);
+      take_queries(a, &e, first, index0, kv_head, of, at, n);
       for (int i = 0; i < n; i++) {
-        const int query_position = position0 + at[i];
-        const int seen_from =
-            a->window > 0 ? max_i32(query_position + 1 - (int)a->window, 0) : 0;
+        const int query_index = index0 + at[i];
+        const int seen_from = kvl__window_begin((int)a->window, query_index);
         const float *lse =
             (const float *)a->lse + ((first + at[i]) * a->kv_heads + kv_head) * GROUP;
         (void)seen_from;
 %s        for (int b = 0; b < BLOCKS; b++) {
           const int block = of[b];
-          const int tokens = min_i32(TOKENS, query_position + 1 - block * TOKENS);
+          const int tokens = min_i32(TOKENS, query_index + 1 - block * TOKENS);
           if (block < 0 || tokens <= 0) continue;
           const float *logits = e.scores + (int64_t)i * GROUP * COLUMNS + b * TOKENS;
           (void)logits, (void)lse;
@@ -129,7 +128,7 @@ __attribute__((visibility("default"))) int kvl_code(const void *arguments, void 
 
 local QUERY_VALUE = [[
 static %s %s(const struct arguments *a, int kv_head, int length, int blocks,
-%s int query_position) {
+%s int query_index) {
 %s}
 ]]
 

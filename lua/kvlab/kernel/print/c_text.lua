@@ -212,7 +212,7 @@ function M.query_value_lines(plan)
   for _, value in ipairs(plan.query_values) do
     if value.name ~= "needed" then
       lines[#lines + 1] = ("const %s %s = compute_%s(a, (int)kv_head, length, blocks, "
-        .. "query_position);"):format(TYPES[value.node.type], value.name, value.name)
+        .. "query_index);"):format(TYPES[value.node.type], value.name, value.name)
     end
   end
   return lines

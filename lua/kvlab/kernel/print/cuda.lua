@@ -159,7 +159,7 @@ local function look(plan)
       over_tokens = over_tokens or x.over == "token"
       local some = x.op == "field" or x.op == "leaf"
         and (x.name == "k" or x.name == "v" or x.name == "block" or x.name == "tokens"
-          or x.name == "position")
+          or x.name == "index")
       local has_q = false
       for _, arg in ipairs(x.args) do
         some = some or varies[arg]

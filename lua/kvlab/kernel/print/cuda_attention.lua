@@ -15,12 +15,12 @@ struct policy_hook {
   arguments args;
 
   __device__ __forceinline__ float operator()(float score, const kvl::hook_row &row,
-                                              int position) const {
+                                              int index) const {
     const arguments *a = &args;
     [[maybe_unused]] const int head = row.head, kv_head = row.kv_head;
-    [[maybe_unused]] const int length = row.length, query_position = row.query_position;
+    [[maybe_unused]] const int length = row.length, query_index = row.query_index;
     [[maybe_unused]] const int blocks = (length + TOKENS - 1) / TOKENS;
-    [[maybe_unused]] const int block = position / TOKENS, token = position %% TOKENS;
+    [[maybe_unused]] const int block = index / TOKENS, token = index %% TOKENS;
     [[maybe_unused]] const float logit = score * kvl::LN2;
 %s    return score;
   }
@@ -188,8 +188,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int64_t row = blockIdx.y, seq = row / kv_heads, stride = a->width * TOKENS;
   const int kv_head = (int)(row %% kv_heads);
   const int length = ((const int32_t *)a->lens)[seq];
-  const int blocks = (length + TOKENS - 1) / TOKENS, query_position = length - 1;
-  const int seen_from = a->window > 0 ? max_i32(length - (int)a->window, 0) : 0;
+  const int blocks = (length + TOKENS - 1) / TOKENS, query_index = length - 1;
+  const int seen_from = kvl__window_begin((int)a->window, query_index);
   const float *row_lse = (const float *)a->lse + row * GROUP;
   const float *scores = (const float *)a->scores + row * GROUP * stride;
   float *out = (float *)a->out + row * a->width;

@@ -216,8 +216,8 @@ local function read_leaf(self, s, x, bind)
     return ("%s[%d]"):format(name, to.value % self.vec)
   elseif x.name == "k" or x.name == "v" then
     return load(self, s, x, bind, x.name .. "_row" .. item, nil, self.plan.codec)
-  elseif x.name == "position" and self.plan.place == "hook" then return "position"
-  elseif x.name == "position" then
+  elseif x.name == "index" and self.plan.place == "hook" then return "index"
+  elseif x.name == "index" then
     return ("(block%s * TOKENS + %s)"):format(item, bind.token.text)
   elseif x.name == "block" or x.name == "tokens" then return x.name .. item
   end

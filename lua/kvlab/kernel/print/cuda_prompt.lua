@@ -85,7 +85,7 @@ using T = %s; /* and of the tiles */
 
 local QUERY_VALUE = [[
 DEVICE %s compute_%s(const arguments *a, int kv_head, int length, int blocks,
-                     int query_position) {
+                     int query_index) {
 %s}
 
 ]]
@@ -95,13 +95,13 @@ local NEEDED = [[
 /* Finds the next queries that are needed, QUERIES of them at most, from *next on; every
  * warp does the same. */
 DEVICE int next_queries(const arguments *a, int kv_head, int length, int blocks,
-                        int position0, int rows, int *next, int *at) {
+                        int index0, int rows, int *next, int *at) {
   const int lane = threadIdx.x % 32;
   int n = 0;
   while (n < QUERIES && *next < rows) {
     const int query = *next + lane, left = QUERIES - n;
     const bool is = query < rows &&
-                    compute_needed(a, kv_head, length, blocks, position0 + query);
+                    compute_needed(a, kv_head, length, blocks, index0 + query);
     const uint32_t found = __ballot_sync(0xFFFFFFFFu, is);
     const int place = __popc(found & ((1u << lane) - 1));
     if (is && place < left && threadIdx.x < 32) at[n + place] = query;
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int blocks = (length + TOKENS - 1) / TOKENS;
   const int64_t first = ((const int32_t *)a->starts)[seq];
   const int rows = (int)(((const int32_t *)a->starts)[seq + 1] - first);
-  const int position0 = length - rows;
+  const int index0 = length - rows;
   if (rows <= 0) return;
   for (int b = threadIdx.x; b < BLOCKS; b += THREADS) {
     const int64_t entry = (int64_t)blockIdx.y * BLOCKS + b;
@@ -186,9 +186,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 %s
   float sums[EMITS] = {}, lost[EMITS] = {};
   int turn = 0;
-  for (int next = max_i32(0, lowest * TOKENS - position0); next < rows; turn ^= 1) {
+  for (int next = max_i32(0, lowest * TOKENS - index0); next < rows; turn ^= 1) {
     const int n =
-        next_queries(a, kv_head, length, blocks, position0, rows, &next, at[turn]);
+        next_queries(a, kv_head, length, blocks, index0, rows, &next, at[turn]);
     if (n == 0) break;
     __syncthreads(); /* `at` is there, and the products of the tile before are, too */
     for (int i = threadIdx.x; i < ROWS; i += THREADS) {
@@ -219,9 +219,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             x *= unscale[r] * factor;
             if (soft_cap > 0) x = soft_cap * tanh_f32(x / soft_cap);
             if (alibi && r < n * GROUP && key < BLOCKS * TOKENS) {
-              const int position = of[key / TOKENS] * TOKENS + key %% TOKENS;
+              const int index = of[key / TOKENS] * TOKENS + key %% TOKENS;
               x += alibi[kv_head * GROUP + r %% GROUP] *
-                   (float)(position - position0 - at[turn][r / GROUP]);
+                   (float)kvl__apart(index, index0 + at[turn][r / GROUP]);
             }
             all_logits[r * STRIDE + key] = x;
           });
@@ -230,12 +230,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int base = 0; base < n; base += PER_BLOCK) { /* lanes of a warp must not part */
       const int b = team %% BLOCKS, i = base + team / BLOCKS;
       const int block = of[b], own = i < n ? i : 0;
-      const int query_position = position0 + at[turn][own];
-      const int seen = min_i32(TOKENS, query_position + 1 - block * TOKENS);
+      const int query_index = index0 + at[turn][own];
+      const int seen = min_i32(TOKENS, query_index + 1 - block * TOKENS);
       const bool known = team < PER_BLOCK * BLOCKS && i < n && block >= 0 && seen > 0;
       const int tokens = known ? seen : 0;
       [[maybe_unused]%s const int seen_from =
-          a->window > 0 ? max_i32(query_position + 1 - (int)a->window, 0) : 0;
+          kvl__window_begin((int)a->window, query_index);
 %s      [[maybe_unused]%s const float *row_lse = row_lse_of[turn] + own * GROUP;
       [[maybe_unused]%s const float *logits =
           all_logits + own * GROUP * STRIDE + b * TOKENS;

@@ -30,7 +30,7 @@ function Printer:loop(s, dim, size)
   local last = dim == "token" and "tokens - 1" or tostring(size - 1)
   local text = name
   if self.plan.place == "hook" then -- the tokens are keys of several blocks
-    self.key, text = name, ("(positions[%s] %% TOKENS)"):format(name)
+    self.key, text = name, ("(indices[%s] %% TOKENS)"):format(name)
   end
   return ("for %s = 0, %s do"):format(name, last), "end", text
 end
@@ -118,14 +118,14 @@ local function lua_codec(plan)
 end
 
 local OF_KEY = {
-  logit = "scores[%s]", position = "positions[%s]",
-  block = "floor(positions[%s] / TOKENS)",
+  logit = "scores[%s]", index = "indices[%s]",
+  block = "floor(indices[%s] / TOKENS)",
 }
 
 local function read_leaf(self, s, x, bind)
   if self.plan.place == "hook" then
     if x.op == "input" then
-      return ("a.in_%s[in_%s + floor(positions[%s] / TOKENS)]"):format(x.name, x.name,
+      return ("a.in_%s[in_%s + floor(indices[%s] / TOKENS)]"):format(x.name, x.name,
         self.key)
     end
     local text = x.op == "leaf" and OF_KEY[x.name]
@@ -144,7 +144,7 @@ local function read_leaf(self, s, x, bind)
   elseif x.name == "k" or x.name == "v" then
     return load("memory", ("%s_row + %s"):format(x.name, s:index(x.dims, bind)),
       lua_codec(self.plan), "f32")
-  elseif x.name == "position" then
+  elseif x.name == "index" then
     return ("(block * %d + %s)"):format(self.plan.sizes.token, bind.token.text)
   elseif x.name == "score" then
     return ("a.scores[scores + %s * stride + block * TOKENS + %s]"):format(bind.head.text,
@@ -278,7 +278,7 @@ end
 
 -- A hook is a function of one query row and `tokens` keys, whose scores it changes.
 local HOOK = [[
-return function(seq, kv_heads, kv_head, head, length, query_position, positions, tokens,
+return function(seq, kv_heads, kv_head, head, length, query_index, indices, tokens,
                 scores)
 local layer, blocks = a.layer, ceil(length / TOKENS)
 %send
@@ -289,7 +289,7 @@ local stride = a.width * TOKENS
 for row = 0, a.seqs * a.kv_heads - 1 do
   local seq, kv_head = floor(row / a.kv_heads), row %% a.kv_heads
   local length, layer, lse = a.lens[seq], a.layer, row * GROUP
-  local blocks, query_position = ceil(length / TOKENS), length - 1
+  local blocks, query_index = ceil(length / TOKENS), length - 1
   local seen_from = a.window > 0 and max(length - a.window, 0) or 0
   local out, scores = row * a.width, row * GROUP * stride
   local list = (seq * a.selection_heads + kv_head %% a.selection_heads) * a.entries
@@ -325,10 +325,10 @@ for seq = 0, a.seqs - 1 do
       local is_there = physical >= 0 and physical < a.rows
       local k_row = is_there and a.key_row(physical, kv_head, 0) or 0
 %s      for query = 0, is_there and rows - 1 or -1 do
-        local query_position = length - rows + query
-        local tokens = min(TOKENS, query_position + 1 - block * TOKENS)
+        local query_index = length - rows + query
+        local tokens = min(TOKENS, query_index + 1 - block * TOKENS)
         if tokens > 0 and %s then
-%s          local seen_from = a.window > 0 and max(query_position + 1 - a.window, 0) or 0
+%s          local seen_from = a.window > 0 and max(query_index + 1 - a.window, 0) or 0
           local lse = ((first + query) * a.kv_heads + kv_head) * GROUP
           for head = 0, GROUP - 1 do
             local slope = a.alibi ~= nil and a.alibi[kv_head * GROUP + head] or 0
@@ -340,7 +340,7 @@ for seq = 0, a.seqs - 1 do
               dot = dot * scale
               if cap > 0 then dot = cap * tanh_f32(dot / cap) end
               logits[head * TOKENS + token] = dot
-                + slope * (block * TOKENS + token - query_position)
+                + slope * (block * TOKENS + token - query_index)
             end
           end
 %s        end
@@ -471,12 +471,12 @@ local function print_emit(self)
 end
 
 local QUERY_VALUE = [[
-local function compute_%s(kv_head, length, blocks, query_position)
+local function compute_%s(kv_head, length, blocks, query_index)
   local layer = a.layer
 %s  return %s
 end
 ]]
-local QUERY_CALL = "compute_%s(kv_head, length, blocks, query_position)"
+local QUERY_CALL = "compute_%s(kv_head, length, blocks, query_index)"
 
 --- The functions that compute values of a query alone.
 local function query_values_text(self)

@@ -107,7 +107,7 @@ end
 
 -- ---- what a node is -------------------------------------------------------------------
 
-local VARYING = { k = true, v = true, tokens = true, position = true, block = true,
+local VARYING = { k = true, v = true, tokens = true, index = true, block = true,
                   logit = true, score = true }
 
 --- Notes of each node: varies (from block to block), height (reductions inside of it), an

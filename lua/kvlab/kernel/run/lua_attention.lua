@@ -78,23 +78,23 @@ local function tree_hides(a, d, row, back)
 end
 
 --- The keys of these blocks, or of one token of each, that row `query` of q sees, which
--- is at `position`: their positions, and where K and V of each begin in the cache.
-local function keys_of(call, a, d, blocks, kv_head, query, position, length)
-  local positions, keys, values, n = {}, {}, {}, 0
-  local first = (call.window or 0) > 0 and position + 1 - call.window or 0
-  local last = call.causal == false and length - 1 or math.min(position, length - 1)
+-- has this index: their indices, and where K and V of each begin in the cache.
+local function keys_of(call, a, d, blocks, kv_head, query, index, length)
+  local indices, keys, values, n = {}, {}, {}, 0
+  local first = (call.window or 0) > 0 and index + 1 - call.window or 0
+  local last = call.causal == false and length - 1 or math.min(index, length - 1)
   for _, block in ipairs(blocks) do
     for token = block.token or 0, block.token or d.block_size - 1 do
       local at = block.logical * d.block_size + token
       if at >= first and at <= last and not tree_hides(a, d, query, length - 1 - at) then
-        positions[n] = at
+        indices[n] = at
         keys[n] = a.key_row(block.physical, kv_head, token)
         values[n] = a.value_row(block.physical, kv_head, token)
         n = n + 1
       end
     end
   end
-  return positions, keys, values, n
+  return indices, keys, values, n
 end
 
 local function scores_of(call, a, d, q_row, kv_head, keys, n)
@@ -164,16 +164,16 @@ local function attend_sequence(call, a, d, hook, seq, write)
     local blocks = not a.listed and blocks_of(a, d, seq, kv_head)
     for i = 0, rows - 1 do
       if a.listed then blocks = listed_of(a, d, seq, kv_head, first + i) end
-      local position = length - rows + i
-      local positions, keys, values, n = keys_of(call, a, d, blocks, kv_head, first + i,
-        position, length)
+      local index = length - rows + i
+      local indices, keys, values, n = keys_of(call, a, d, blocks, kv_head, first + i,
+        index, length)
       for head = 0, group - 1 do
         local row = (first + i) * d.heads + kv_head * group + head
         local scores = scores_of(call, a, d, row * d.dim, kv_head, keys, n)
         local slope = a.alibi and a.alibi[kv_head * group + head] or 0
-        for k = 0, n - 1 do scores[k] = scores[k] + slope * (positions[k] - position) end
-        hook(seq, d.kv_heads, kv_head, head, length, position, positions, n, scores)
-        write(row, kv_head, positions, scores, n, softmax(a, d, scores, values, n))
+        for k = 0, n - 1 do scores[k] = scores[k] + slope * (indices[k] - index) end
+        hook(seq, d.kv_heads, kv_head, head, length, index, indices, n, scores)
+        write(row, kv_head, indices, scores, n, softmax(a, d, scores, values, n))
       end
     end
   end
@@ -198,9 +198,9 @@ function M.attend(call, out)
     kept, kept_memory = lua_kernel.pointer_of(call.scores, dev)
   end
   local hook = one:run()
-  local function write(row, kv_head, positions, scores, n, values, top, sum)
+  local function write(row, kv_head, indices, scores, n, values, top, sum)
     for k = 0, kept and n - 1 or -1 do
-      kept[row * d.room + positions[k]] = scores[k]
+      kept[row * d.room + indices[k]] = scores[k]
     end
     local unit = a.v_scale and a.v_scale[kv_head] or 1
     for x = 0, d.dim - 1 do values[x] = values[x] * unit end

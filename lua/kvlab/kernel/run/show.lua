@@ -13,7 +13,8 @@ local M = {}
 -- What is not said about the cache and the consts.
 M.FORMAT, M.GROUP, M.BLOCK_SIZE, M.HEAD_DIM, M.KV_HEADS, M.OWN = "f32", 4, 16, 128, 8, 64
 
-local IS_SCORE = { q = true, position = true, block = true, blocks = true, length = true }
+local IS_SCORE = { q = true, index = true, position = true, block = true, blocks = true,
+                   length = true }
 
 --- The place where an expression can stand: "emit" if it reads weights; "map" if it reads
 -- an input; "score" if it reads a query, where a block is, or a field; else "summary".
