@@ -178,5 +178,6 @@ if _OPTIONS["cuda"] == "on" then
     -- cuBLAS is found on the target machine: in LD_LIBRARY_PATH or the usual folder.
     linkoptions { "-static-libstdc++", "-static-libgcc", "-Wl,--no-as-needed",
       "-Wl,-rpath," .. cuda_home .. "/lib64", "-Wl,-rpath,/usr/local/cuda/lib64",
-      "-Wl,--enable-new-dtags", "-Wl,--exclude-libs,ALL", "-Wl,-z,nodelete" }
+      "-Wl,--enable-new-dtags", "-Wl,--exclude-libs,ALL", "-Wl,-z,nodelete",
+      "-Wl,-z,defs" } -- a kernel without an instance is an error here, not where it runs
 end

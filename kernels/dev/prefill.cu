@@ -397,8 +397,9 @@ int launch_hooked(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
 
 template <class T, int D>
 int launch_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  return with_wgmma_codec(a, [&](auto codec) {
-    return launch_wgmma_dim<T, typename decltype(codec)::C, D>(a, q);
+  return with_codec<void>(a.cache.codec, [&](auto of) {
+    using C = typename decltype(of)::C;
+    return launch_wgmma_dim<std::conditional_t<same<C, f8e4m3>, __half, T>, C, D>(a, q);
   });
 }
 

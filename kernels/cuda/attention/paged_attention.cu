@@ -69,7 +69,7 @@ using hooked = kvl_hooked_attention_args;
 int decode_rows(const kvl_paged_attention_args &a) {
   int group = (int)(a.heads / a.cache.kv_heads);
   if (a.dtype != KVL_DTYPE_F32) return 16;
-  return group == 1 ? 1 : group <= 4 ? 4 : 8;
+  return group <= 4 ? 4 : 8;
 }
 
 /* The shape of the decode kernel for a call; the size of the workspace depends on it, too. */
@@ -204,50 +204,59 @@ int launch_prefill(const hooked &h, const kvl_cuda_queue *q) {
   return launch_mend<T, C>(a, q);
 }
 
-template <class T, int D, int ROWS> int launch_f32(const hooked &h, const kvl_cuda_queue *q) {
+constexpr int F32_PREFILL_ROWS = 8;
+
+template <class T, int D> int launch_f32_prefill(const hooked &h, const kvl_cuda_queue *q) {
   using shape = f32_shape<T, D>;
+  constexpr int THREADS = shape::WARPS * WARP, BYTES = shape::SHARED_BYTES;
+  constexpr int ROWS = F32_PREFILL_ROWS;
   const kvl_paged_attention_args &a = h.base;
   const int group = (int)(a.heads / a.cache.kv_heads), subgroups = ceil_div(group, ROWS);
-  constexpr int THREADS = shape::WARPS * WARP, BYTES = shape::SHARED_BYTES;
-  hook_kernel k = {"", 1, 1, THREADS, BYTES, !a.starts};
-  snprintf(k.name, sizeof k.name, "f32_%s_%s_%d_%d", a.starts ? "prefill" : "decode",
-           type_name<T>, D, ROWS);
-  if (a.starts) {
-    int tokens_tile = ROWS / group > 1 ? ROWS / group : 1;
-    dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
-    k.grid_x = (int)grid.x, k.grid_y = (int)grid.y;
-    if (h.hook) return launch_hooked(h, k, &a, &subgroups, q);
-    int status = allow_shared<paged_f32_prefill<T, D, ROWS>>(q, BYTES);
-    if (status < 0) return status;
-    paged_f32_prefill<T, D, ROWS><<<grid, THREADS, BYTES, q->stream>>>(a, subgroups);
-    return KVL_OK;
+  const int tokens_tile = ROWS / group > 1 ? ROWS / group : 1;
+  const dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
+  if (h.hook) {
+    hook_kernel k = {"", (int)grid.x, (int)grid.y, THREADS, BYTES};
+    snprintf(k.name, sizeof k.name, "f32_prefill_%s_%d_%d", type_name<T>, D, ROWS);
+    return launch_hooked(h, k, &a, &subgroups, q);
   }
+  int status = allow_shared<paged_f32_prefill<T, D, ROWS>>(q, BYTES);
+  if (status < 0) return status;
+  paged_f32_prefill<T, D, ROWS><<<grid, THREADS, BYTES, q->stream>>>(a, subgroups);
+  return KVL_OK;
+}
+
+template <class T, int D, int ROWS>
+int launch_f32_decode(const hooked &h, const kvl_cuda_queue *q) {
+  using shape = f32_shape<T, D>;
+  constexpr int THREADS = shape::WARPS * WARP, BYTES = shape::SHARED_BYTES;
+  const kvl_paged_attention_args &a = h.base;
   const split_place place = decode_place(a, q->sm_count, h.hook);
   const int blocks = decode_blocks(place, shape::WARPS);
+  int status;
   if (h.hook) {
-    k.grid_x = blocks;
-    int status = launch_hooked(h, k, &a, &place, q);
-    return status < 0 ? status : launch_combine(a, place, q);
+    hook_kernel k = {"", blocks, 1, THREADS, BYTES, true};
+    snprintf(k.name, sizeof k.name, "f32_decode_%s_%d_%d", type_name<T>, D, ROWS);
+    status = launch_hooked(h, k, &a, &place, q);
+  } else {
+    status = allow_shared<paged_f32_decode<T, D, ROWS>>(q, BYTES);
+    if (status < 0) return status;
+    status = launch_programmatic(paged_f32_decode<T, D, ROWS>, blocks, THREADS, BYTES, q, a,
+                                 place);
   }
-  int status = allow_shared<paged_f32_decode<T, D, ROWS>>(q, BYTES);
-  if (status < 0) return status;
-  status = launch_programmatic(paged_f32_decode<T, D, ROWS>, blocks, THREADS, BYTES, q, a,
-                               place);
   return status < 0 ? status : launch_combine(a, place, q);
 }
 
-template <class T, int D> int launch_f32_rows(const hooked &h, const kvl_cuda_queue *q) {
-  int rows = h.base.starts ? 8 : decode_rows(h.base);
-  if (rows == 1) return launch_f32<T, D, 1>(h, q);
-  if (rows == 4) return launch_f32<T, D, 4>(h, q);
-  return launch_f32<T, D, 8>(h, q);
+template <class T, int D> int launch_f32(const hooked &h, const kvl_cuda_queue *q) {
+  if (h.base.starts) return launch_f32_prefill<T, D>(h, q);
+  return decode_rows(h.base) == 4 ? launch_f32_decode<T, D, 4>(h, q)
+                                  : launch_f32_decode<T, D, 8>(h, q);
 }
 
 template <class T> int launch_f32_dim(const hooked &h, const kvl_cuda_queue *q) {
   int d = h.base.cache.key.dim;
-  if (d <= 64) return launch_f32_rows<T, 64>(h, q);
-  if (d <= 128) return launch_f32_rows<T, 128>(h, q);
-  return launch_f32_rows<T, 256>(h, q);
+  if (d <= 64) return launch_f32<T, 64>(h, q);
+  if (d <= 128) return launch_f32<T, 128>(h, q);
+  return launch_f32<T, 256>(h, q);
 }
 
 /* A decode waits for memory, so padding its dims costs nothing. */
@@ -298,7 +307,8 @@ template <class T> int launch_16bit_prefill(const hooked &h, const kvl_cuda_queu
   if (wgmma_takes(a, q->device, h.hook)) {
     if (!h.hook)
       return with_codec<void>(a.cache.codec, [&](auto of) {
-        return launch_wgmma<T, typename decltype(of)::C>(a, q);
+        using C = typename decltype(of)::C;
+        return launch_wgmma<std::conditional_t<same<C, f8e4m3>, __half, T>, C>(a, q);
       });
     return with_wgmma_dim(a.cache.key.dim,
                           [&](auto dim) { return launch_hooked_wgmma<T, dim.value>(h, q); });

@@ -51,26 +51,38 @@ template <int ROWS> struct f32_rows {
   }
 };
 
-/* The partial softmax of ROWS rows. A lane has 8 dims of each row. Until join(), lanes that
- * have the same dims in different sides hold the sums over different keys. */
-template <class T, int D, int ROWS> struct f32_state {
-  using shape = f32_shape<T, D>;
-  static constexpr int LANES = shape::LANES, N = shape::NUMBERS;
-  float out[ROWS][8], m[ROWS], l[ROWS];
+/* The dim of a lane's e-th number. Lane k of LANES has groups k, k + LANES, ... of N dims
+ * each, so neighbouring lanes read neighbouring bytes. */
+template <class S> __device__ __forceinline__ int f32_dim(int e) {
+  return (e / S::NUMBERS * S::LANES + (int)threadIdx.x % S::LANES) * S::NUMBERS +
+         e % S::NUMBERS;
+}
 
-  /* The dim of a lane's e-th number. Lane k of LANES has groups k, k + LANES, ... of N dims
-   * each, so neighbouring lanes read neighbouring bytes. */
-  static __device__ int dim_of(int e) {
-    return (e / N * LANES + (int)threadIdx.x % LANES) * N + e % N;
-  }
+/* The tiles of a warp: tile, tile + step, ... before tile_end, in its ring. Keys is paged_keys,
+ * or a type that finds rows in the same way. */
+template <class T, int D, class Keys> struct f32_tiles {
+  using shape = f32_shape<T, D>;
+  static constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES, N = shape::NUMBERS;
+  const Keys &keys;
+  const int tile_end, lane;
+  char *const ring;
+  int *const indices; /* [STAGES, KEYS] of the ring's keys */
+  const char *const cache;
+  const int64_t to_value;
+  uint4 scales; /* of the key that was found last: up to four of K, and of V */
+
+  __device__ f32_tiles(const Keys &keys_, int tile_end_, char *ring_, int *indices_)
+      : keys(keys_), tile_end(tile_end_), lane(threadIdx.x % WARP), ring(ring_),
+        indices(indices_), cache((const char *)keys_.a.cache.memory),
+        to_value(keys_.to_value()), scales() {}
 
   /* Where the scales of a stage's keys are, of packed numbers: behind all warps' indices. */
-  static __device__ uint4 *scales_of(int *indices, int stage, int key) {
+  __device__ uint4 *scales_of(int stage, int key) const {
     extern __shared__ __align__(128) char shared[];
     const int own = (int)(indices - (int *)(shared + shape::RING_BYTES));
     uint4 *const all = (uint4 *)((int *)(shared + shape::RING_BYTES) +
-                                 shape::WARPS * shape::STAGES * shape::KEYS);
-    return all + own + stage * shape::KEYS + key;
+                                 shape::WARPS * shape::STAGES * KEYS);
+    return all + own + stage * KEYS + key;
   }
   /* Two scales of a row from `group` on, of those that it has. */
   static __device__ uint32_t load_scales(const char *scales, int group, int groups) {
@@ -78,83 +90,75 @@ template <class T, int D, int ROWS> struct f32_state {
     return (group < groups ? at[group] : 0u) | (group + 1 < groups ? at[group + 1] : 0u)
                                                    << 16;
   }
-
-  /* Attends to tiles tile, tile + step, ... before tile_end. Keys is paged_keys, or a type
-   * that finds rows in the same way. A hook gets the sequence and its length. */
-  template <class Keys, class H = no_hook>
-  __device__ void attend(const Keys &keys, const query_rows &rows, const f32_rows<ROWS> &sees,
-                         int tile, int tile_end, int step, char *ring, int *indices,
-                         const H &hook = {}, int64_t seq = 0, int length = 0) {
-    constexpr int STAGES = shape::STAGES, KEYS = shape::KEYS, PIECES = shape::PIECES;
-    constexpr int SIDE = shape::SIDE;
-    const kvl_paged_attention_args &a = keys.a;
-    const int lane = threadIdx.x % WARP, side = lane / LANES;
-    const int head_dim = a.cache.key.dim;
-    const uint32_t ring_at = shared_address(ring);
-    const char *cache = (const char *)a.cache.memory;
-    const int64_t to_value = keys.to_value();
-
-    uint4 scales = {}; /* of the key that was found last: up to four of K, and of V */
-    auto find = [&](int t) {
-      const paged_row none = {0, -1, 0};
-      const paged_row row = t < tile_end && lane < KEYS ? keys.find(t * KEYS + lane) : none;
-      if constexpr (packs<T>) {
-        scales = {};
-        if (row.index >= 0) {
-          const char *const at = cache + row.scales(a.cache.key);
-          scales = make_uint4(load_scales(at, 0, a.cache.key.groups),
-                              load_scales(at, 2, a.cache.key.groups),
-                              load_scales(at + to_value, 0, a.cache.key.groups),
-                              load_scales(at + to_value, 2, a.cache.key.groups));
-        }
+  /* Finds this lane's key of tile t. */
+  __device__ __forceinline__ paged_row find(int t) {
+    const paged_row none = {0, -1, 0};
+    const paged_row row = t < tile_end && lane < KEYS ? keys.find(t * KEYS + lane) : none;
+    if constexpr (packs<T>) {
+      const int groups = keys.a.cache.key.groups;
+      scales = {};
+      if (row.index >= 0) {
+        const char *const at = cache + row.scales(keys.a.cache.key);
+        scales = make_uint4(load_scales(at, 0, groups), load_scales(at, 2, groups),
+                            load_scales(at + to_value, 0, groups),
+                            load_scales(at + to_value, 2, groups));
       }
-      return row;
-    };
-    auto fetch = [&](int stage, const paged_row &row) {
-      uint32_t at_k = ring_at + stage * shape::STAGE_BYTES;
-      long long offset = row.index < 0 ? -1 : (long long)row.offset;
-#pragma unroll
-      for (int i = 0; i < KEYS * PIECES / WARP; i++) {
-        int r = (i * WARP + lane) / PIECES, piece = (i * WARP + lane) % PIECES;
-        long long at = __shfl_sync(ALL_LANES, offset, r);
-        bool valid = at >= 0 && piece * WIDE<T> < head_dim;
-        const char *k = valid ? cache + at + piece * 16 : cache;
-        copy_async(at_k + (i * WARP + lane) * 16, k, valid);
-        copy_async(at_k + shape::TILE_BYTES + (i * WARP + lane) * 16,
-                   valid ? k + to_value : cache, valid);
-      }
-      if (lane < KEYS) indices[stage * KEYS + lane] = row.index;
-      if constexpr (packs<T>)
-        if (lane < KEYS) *scales_of(indices, stage, lane) = scales;
-    };
-    auto load_row = [&](int stage, bool is_value, int key, float(&x)[8]) {
-      const char *const tile_at = ring + stage * shape::STAGE_BYTES +
-                                  is_value * shape::TILE_BYTES;
-#pragma unroll
-      for (int e = 0; e < 8; e += N) {
-        float part[N];
-        load_floats((const T *)(tile_at + key * PIECES * 16) + dim_of(e), part);
-#pragma unroll
-        for (int i = 0; i < N; i++) x[e + i] = part[i];
-      }
-      if constexpr (packs<T>) {
-        const uint4 *const at = scales_of(indices, stage, key);
-        const float scale = scale_at((const char *)at + is_value * 8, dim_of(0));
-#pragma unroll
-        for (int e = 0; e < 8; e++) x[e] *= scale;
-      }
-    };
-
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) {
-      fetch(s, find(tile + s * step));
-      copy_commit();
     }
-    const score_rule rule(a);
-    const int tree = tree_begin(a, length);
-    const int kv_head = rows.head0 / (int)(a.heads / a.cache.kv_heads);
-    const float scale = rule.scale * (a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f);
-    float q[ROWS][8];
+    return row;
+  }
+  /* Starts to copy the tile whose keys were found last. */
+  __device__ __forceinline__ void fetch(int stage, const paged_row &row) {
+    const uint32_t at_k = shared_address(ring) + stage * shape::STAGE_BYTES;
+    const int head_dim = keys.a.cache.key.dim;
+    const long long offset = row.index < 0 ? -1 : (long long)row.offset;
+#pragma unroll
+    for (int i = 0; i < KEYS * PIECES / WARP; i++) {
+      const int r = (i * WARP + lane) / PIECES, piece = (i * WARP + lane) % PIECES;
+      const long long at = __shfl_sync(ALL_LANES, offset, r);
+      const bool valid = at >= 0 && piece * WIDE<T> < head_dim;
+      const char *k = valid ? cache + at + piece * 16 : cache;
+      copy_async(at_k + (i * WARP + lane) * 16, k, valid);
+      copy_async(at_k + shape::TILE_BYTES + (i * WARP + lane) * 16,
+                 valid ? k + to_value : cache, valid);
+    }
+    if (lane < KEYS) indices[stage * KEYS + lane] = row.index;
+    if constexpr (packs<T>)
+      if (lane < KEYS) *scales_of(stage, lane) = scales;
+  }
+  /* This lane's eight numbers of a key's K or V. */
+  __device__ __forceinline__ void load_row(int stage, bool is_value, int key,
+                                           float (&x)[8]) const {
+    const char *const tile_at = ring + stage * shape::STAGE_BYTES +
+                                is_value * shape::TILE_BYTES;
+#pragma unroll
+    for (int e = 0; e < 8; e += N) {
+      float part[N];
+      load_floats((const T *)(tile_at + key * PIECES * 16) + f32_dim<shape>(e), part);
+#pragma unroll
+      for (int i = 0; i < N; i++) x[e + i] = part[i];
+    }
+    if constexpr (packs<T>) {
+      const uint4 *const at = scales_of(stage, key);
+      const float scale = scale_at((const char *)at + is_value * 8, f32_dim<shape>(0));
+#pragma unroll
+      for (int e = 0; e < 8; e++) x[e] *= scale;
+    }
+  }
+};
+
+/* The partial softmax of ROWS rows. A lane has 8 dims of each row. Until join(), lanes that
+ * have the same dims in different sides hold the sums over different keys. */
+template <class T, int D, int ROWS> struct f32_state {
+  using shape = f32_shape<T, D>;
+  static constexpr int LANES = shape::LANES, SIDE = shape::SIDE;
+  float q[ROWS][8], out[ROWS][8], m[ROWS], l[ROWS];
+
+  static __device__ int dim_of(int e) { return f32_dim<shape>(e); }
+
+  /* Loads the queries, times `scale`, and has no keys yet. */
+  __device__ __forceinline__ void begin(const kvl_paged_attention_args &a,
+                                        const query_rows &rows, float scale) {
+    const int head_dim = a.cache.key.dim;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
       m[r] = -INFINITY;
@@ -171,73 +175,103 @@ template <class T, int D, int ROWS> struct f32_state {
         else q[r][e] = row[dim_of(e)] * scale;
       }
     }
+  }
+  /* Turns row r's products with four keys into their weights. score_of makes a score of the
+   * product that this lane looks after. */
+  template <class F> __device__ __forceinline__ void weigh(int r, float (&p)[4], F score_of) {
+    const float score = score_of(sum_of_four<LANES>(p, threadIdx.x % WARP));
+    float top = fmaxf(score, __shfl_xor_sync(ALL_LANES, score, LANES / 2));
+    top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, LANES / 4));
+    top = fmaxf(top, m[r]);
+    const float shift = finite_shift(top), down = exp2_fast(m[r] - shift);
+    const float weight = exp2_fast(score - shift);
+    m[r] = top;
+    l[r] = l[r] * down + weight; /* of this lane's own scores */
+#pragma unroll
+    for (int e = 0; e < 8; e++) out[r][e] *= down;
+#pragma unroll
+    for (int u = 0; u < 4; u++)
+      p[u] = __shfl_sync(ALL_LANES, weight, u / 2 * (LANES / 2) + u % 2 * (LANES / 4), LANES);
+  }
+  /* Attends to 4 * SIDE keys of a stage, from `batch` on. score(r, product, index) makes a
+   * score of a product. */
+  template <class Tiles, class F>
+  __device__ __forceinline__ void attend_batch(const Tiles &tiles, int stage, int batch,
+                                               F score) {
+    const int lane = threadIdx.x % WARP, side = lane / LANES;
+    float p[ROWS][4], x[8];
+#pragma unroll
+    for (int u = 0; u < 4; u++) {
+      tiles.load_row(stage, false, batch + u * SIDE + side, x);
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        p[r][u] = 0.f;
+#pragma unroll
+        for (int e = 0; e < 8; e++) p[r][u] += q[r][e] * x[e];
+      }
+    }
     /* Which of four scores this lane ends up with. */
     const int own = (lane & (LANES / 2) ? 2 : 0) + (lane & (LANES / 4) ? 1 : 0);
+    const int at = tiles.indices[stage * shape::KEYS + batch + own * SIDE + side];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+      weigh(r, p[r], [&](float product) { return score(r, product, at); });
+#pragma unroll
+    for (int u = 0; u < 4; u++) {
+      tiles.load_row(stage, true, batch + u * SIDE + side, x);
+#pragma unroll
+      for (int r = 0; r < ROWS; r++)
+        if (p[r][u] != 0.f) /* V of a key that is not seen may be NaN */
+#pragma unroll
+          for (int e = 0; e < 8; e++) out[r][e] += p[r][u] * x[e];
+    }
+  }
 
-    paged_row next = find(tile + (STAGES - 1) * step);
+  /* Attends to tiles tile, tile + step, ... before tile_end. A hook gets the sequence and its
+   * length. */
+  template <class Keys, class H = no_hook>
+  __device__ void attend(const Keys &keys, const query_rows &rows, const f32_rows<ROWS> &sees,
+                         int tile, int tile_end, int step, char *ring, int *indices,
+                         const H &hook = {}, int64_t seq = 0, int length = 0) {
+    constexpr int STAGES = shape::STAGES;
+    const kvl_paged_attention_args &a = keys.a;
+    f32_tiles<T, D, Keys> tiles(keys, tile_end, ring, indices);
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+      tiles.fetch(s, tiles.find(tile + s * step));
+      copy_commit();
+    }
+    const score_rule rule(a);
+    const int tree = tree_begin(a, length), group = (int)(a.heads / a.cache.kv_heads);
+    const int kv_head = rows.head0 / group;
+    begin(a, rows, rule.scale * (a.cache.k_scale ? a.cache.k_scale[kv_head] : 1.f));
+    auto score_of = [&](int r, float score, int at) {
+      if (rule.cap != 0.f) score = rule.cap * tanh_fast(score);
+      score += sees.slope[r] * (float)kvl__apart(at, sees.index[r]);
+      if constexpr (H::ACTIVE) {
+        const int head = rows.head(min(r, rows.count - 1)) % group;
+        const hook_row row = {seq, a.cache.kv_heads, kv_head, head, length, sees.index[r]};
+        score = hook(score, row, max(at, 0));
+        if (at >= 0 && r < rows.count && threadIdx.x % (LANES / 4) == 0)
+          keep_score(hook, rows.token(r) * a.heads + rows.head(r), at, score);
+      }
+      const bool hidden = at < sees.begin[r] || at > sees.limit[r] ||
+                          (at >= tree && r < rows.count &&
+                           !tree_shows(a, rows.token(r), length, at));
+      return hidden ? -INFINITY : score;
+    };
+
+    paged_row next = tiles.find(tile + (STAGES - 1) * step);
     for (int stage = 0; tile < tile_end;
          tile += step, stage = stage + 1 == STAGES ? 0 : stage + 1) {
       copy_wait<STAGES - 2>();
       __syncwarp();
-      fetch(stage == 0 ? STAGES - 1 : stage - 1, next);
+      tiles.fetch(stage == 0 ? STAGES - 1 : stage - 1, next);
       copy_commit();
-      next = find(tile + STAGES * step);
+      next = tiles.find(tile + STAGES * step);
 #pragma unroll 1
-      for (int batch = 0; batch < KEYS; batch += 4 * SIDE) {
-        float p[ROWS][4], x[8];
-#pragma unroll
-        for (int u = 0; u < 4; u++) {
-          load_row(stage, false, batch + u * SIDE + side, x);
-#pragma unroll
-          for (int r = 0; r < ROWS; r++) {
-            float dot = 0.f;
-#pragma unroll
-            for (int e = 0; e < 8; e++) dot += q[r][e] * x[e];
-            p[r][u] = dot;
-          }
-        }
-        const int at = indices[stage * KEYS + batch + own * SIDE + side];
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-          float score = sum_of_four<LANES>(p[r], lane);
-          if (rule.cap != 0.f) score = rule.cap * tanh_fast(score);
-          score += sees.slope[r] * (float)kvl__apart(at, sees.index[r]);
-          if constexpr (H::ACTIVE) {
-            const int group = (int)(a.heads / a.cache.kv_heads),
-                      real = min(r, rows.count - 1);
-            const hook_row row = {seq,    a.cache.kv_heads, kv_head, rows.head(real) % group,
-                                  length, sees.index[r]};
-            score = hook(score, row, max(at, 0));
-            if (at >= 0 && r < rows.count && lane % (LANES / 4) == 0)
-              keep_score(hook, rows.token(r) * a.heads + rows.head(r), at, score);
-          }
-          if (at < sees.begin[r] || at > sees.limit[r]) score = -INFINITY;
-          if (at >= tree && r < rows.count && !tree_shows(a, rows.token(r), length, at))
-            score = -INFINITY;
-          float top = fmaxf(score, __shfl_xor_sync(ALL_LANES, score, LANES / 2));
-          top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, LANES / 4));
-          top = fmaxf(top, m[r]);
-          float shift = finite_shift(top), down = exp2_fast(m[r] - shift);
-          float weight = exp2_fast(score - shift);
-          m[r] = top;
-          l[r] = l[r] * down + weight; /* of this lane's own scores */
-#pragma unroll
-          for (int e = 0; e < 8; e++) out[r][e] *= down;
-#pragma unroll
-          for (int u = 0; u < 4; u++)
-            p[r][u] = __shfl_sync(ALL_LANES, weight,
-                                  u / 2 * (LANES / 2) + u % 2 * (LANES / 4), LANES);
-        }
-#pragma unroll
-        for (int u = 0; u < 4; u++) {
-          load_row(stage, true, batch + u * SIDE + side, x);
-#pragma unroll
-          for (int r = 0; r < ROWS; r++)
-            if (p[r][u] != 0.f) /* V of a key that is not seen may be NaN */
-#pragma unroll
-              for (int e = 0; e < 8; e++) out[r][e] += p[r][u] * x[e];
-        }
-      }
+      for (int batch = 0; batch < shape::KEYS; batch += 4 * SIDE)
+        attend_batch(tiles, stage, batch, score_of);
     }
     copy_wait<0>();
     __syncwarp(); /* the ring is free again */

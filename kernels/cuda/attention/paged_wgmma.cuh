@@ -22,6 +22,8 @@
  * does not need the largest score: weights are relative to a reference. An item's first tile
  * sets it, and it is raised only when a sum of weights gets large.
  *
+ * Over f8e4m3, T stands for both dtypes of q: a.dtype says which one it is.
+ *
  * With a bias (ALiBi, a soft cap, a draft tree, a hook) scores become final, in base 2, before
  * they are weighed. For a run of keys that all rows see, which is nearly every tile, bias and
  * weights are computed at once.
@@ -59,59 +61,78 @@ namespace kvl {
 
 #if KVL_SM90A
 
-/* A consumer's loop: an iteration gives the tensor cores the scores of a tile and the values
- * of the one before, also when the tile begins the next piece of work; then the piece before
- * it is written. After the last piece the scores are those of nothing. */
-template <class T, class shape, bool BIASED, class H>
-__device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan,
-                       const H &hook, wgmma_memory<shape> &memory, int consumer) {
-  constexpr int D = shape::D, KEYS = shape::KEYS, STAGES = shape::STAGES;
-  constexpr int QS = shape::Q_STAGES;
-  const int warp = threadIdx.x / WARP % 4, lane = threadIdx.x % WARP;
-  /* This lane's rows of every product, and its first column. */
-  const int r0 = consumer * 64 + warp * 16 + lane / 4, r1 = r0 + 8, pair = lane % 4 * 2;
-  /* What x.s is multiplied with; with a bias, 1. */
-  float &key_size = memory.scales[consumer * 4 + warp];
-  const float &scale = shape::F8 && !BIASED ? key_size : memory.scale;
-
+/* A consumer: 64 query rows, its piece of work, and the loop over the tiles of keys. */
+template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
+  static constexpr int D = shape::D, KEYS = shape::KEYS, STAGES = shape::STAGES;
+  static constexpr int QS = shape::Q_STAGES;
   using M = std::conditional_t<shape::F8, __half, T>; /* is multiplied */
+
+  const kvl_paged_attention_args &a;
+  const wgmma_plan &plan;
+  const H &hook;
+  wgmma_memory<shape> &memory;
+  const int consumer, warp, lane, pair; /* pair: this lane's first column of every eight */
+  const int r0, r1;                     /* its rows of every product */
+  const score_rule rule;
   wgmma_state<M, shape> x;
   wgmma_work w;
-  uint32_t n = 0, step = 0, q_step = 0;
-  const bool plain = a.out_dtype == a.dtype && !a.prev_lse;
-  int left;       /* tiles of this piece without scores */
-  int low, high;  /* every row of the warp sees all of a tile within them */
-  int2 span = {}; /* the present tile's */
+  uint32_t n = 0, step = 0, q_step = 0; /* the next work; tile; and piece with queries */
+  int left;                             /* tiles of this piece without scores */
+  int low, high; /* every row of the warp sees all of a tile within them */
+  int2 span;     /* the present tile's */
   float sum[2];
-  bool ready = false; /* every row of the warp has a reference */
-  const score_rule rule(a);
-  auto begin = [&] {
+  bool ready; /* every row of the warp has a reference */
+
+  __device__ __forceinline__ wgmma_consumer(const kvl_paged_attention_args &a_,
+                                            const wgmma_plan &plan_, const H &hook_,
+                                            wgmma_memory<shape> &memory_, int consumer_)
+      : a(a_), plan(plan_), hook(hook_), memory(memory_), consumer(consumer_),
+        warp(threadIdx.x / WARP % 4), lane(threadIdx.x % WARP), pair(lane % 4 * 2),
+        r0(consumer * 64 + warp * 16 + lane / 4), r1(r0 + 8), rule(a_) {}
+
+  /* What a product of f8e4m3 is multiplied with, but for what `rule` knows. */
+  __device__ __forceinline__ float &key_size() const {
+    return memory.scales[consumer * 4 + warp];
+  }
+  /* What x.s is multiplied with; with a bias, 1. */
+  __device__ __forceinline__ const float &scale() const {
+    return shape::F8 && !BIASED ? key_size() : memory.scale;
+  }
+  __device__ __forceinline__ bool capped() const { return a.soft_cap > 0.f; }
+  __device__ __forceinline__ hook_row of_hook(const wgmma_row &row) const {
+    return {w.seq, a.cache.kv_heads, w.kv_head, row.head, a.lens[w.seq], row.at};
+  }
+
+  /* Leaves what a bias needs of this lane's rows in shared memory. In place of a row that does
+   * not exist, the last one. */
+  __device__ __forceinline__ void tell_rows() {
+    __syncwarp();
+    const query_rows rows = w.rows();
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int r = min(i ? r1 : r0, rows.count - 1), token = r / w.heads_each;
+      const int head = w.head0 + r - token * w.heads_each;
+      wgmma_row row = {a.alibi ? a.alibi[head] * LOG2E : 0.f, w.index0 + token, head};
+      if (H::ACTIVE) row.head -= w.kv_head * (int)(a.heads / a.cache.kv_heads);
+      if (lane % 4 == 0) memory.rows[i ? r1 : r0] = row;
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void begin_work() {
     w = memory.wait_work(n);
     memory.work_done(n++);
     left = w.tiles;
     low = 0, high = INT_MAX;
+    ready = false;
     if (shape::F8) {
       __syncwarp();
       if (lane == 0)
-        key_size = (BIASED ? 1.f : a.scale * LOG2E) * key_scale(a, w.kv_head).size *
-                   (same<T, M> ? 1.f : memory.units[q_step % QS]);
+        key_size() = (BIASED ? 1.f : a.scale * LOG2E) * key_scale(a, w.kv_head).size *
+                     memory.units[q_step % QS];
       __syncwarp();
     }
-    if (BIASED) {
-      __syncwarp();
-      const query_rows rows = w.rows();
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        /* In place of a row that does not exist, the last one. */
-        const int r = min(i ? r1 : r0, rows.count - 1), token = r / w.heads_each;
-        const int head = w.head0 + r - token * w.heads_each;
-        wgmma_row row = {a.alibi ? a.alibi[head] * LOG2E : 0.f, w.index0 + token, head};
-        if (H::ACTIVE) row.head -= w.kv_head * (int)(a.heads / a.cache.kv_heads);
-        if (lane % 4 == 0) memory.rows[i ? r1 : r0] = row;
-      }
-      __syncwarp();
-    }
-    /* Rows that do not exist may see anything, and need no new reference. */
+    if (BIASED) tell_rows();
+      /* Rows that do not exist may see anything, and need no new reference. */
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int r = i ? r1 : r0;
@@ -126,16 +147,14 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
     if (BIASED && a.tree) high = min(high, tree_begin(a, a.lens[w.seq]) - 1);
 #pragma unroll
     for (int i = 0; i < D / 2; i++) x.out[i] = 0.f;
-  };
-  auto of_hook = [&](const wgmma_row &row) -> hook_row {
-    return {w.seq, a.cache.kv_heads, w.kv_head, row.head, a.lens[w.seq], row.at};
-  };
+  }
+
   /* Turns products into scores in base 2. */
-  auto bias = [&](int stage) {
+  __device__ __forceinline__ void bias(int stage) {
     const int *index = memory.indices[stage] + pair;
-    const float product = shape::F8 ? rule.scale * key_size : rule.scale;
-    const float by = a.soft_cap > 0.f ? 1.f : product;
-    if (a.soft_cap > 0.f) cap_scores(product, rule.cap, x.s);
+    const float product = shape::F8 ? rule.scale * key_size() : rule.scale;
+    const float by = capped() ? 1.f : product;
+    if (capped()) cap_scores(product, rule.cap, x.s);
     const wgmma_row rows[2] = {memory.rows[r0], memory.rows[r1]};
     if (a.alibi) {
       const float apart = (float)kvl__apart(rows[0].at, rows[1].at);
@@ -149,7 +168,7 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
         x.s[4 * g + 2] = x.s[4 * g + 2] * by + rows[1].slope * (far0 + apart);
         x.s[4 * g + 3] = x.s[4 * g + 3] * by + rows[1].slope * (far1 + apart);
       }
-    } else if (a.soft_cap == 0.f) {
+    } else if (!capped()) {
 #pragma unroll
       for (int i = 0; i < KEYS / 2; i++) x.s[i] *= by;
     }
@@ -161,39 +180,37 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
         x.s[i] = hook(x.s[i], of[i / 2 & 1], key < of[0].length ? key : 0);
       }
     }
-  };
+  }
   /* The same and the weights at once, for one run of keys that all rows see, and not more than
    * one kind of bias. Then bias and exponentials do not wait for each other. */
-  const bool capped = a.soft_cap > 0.f;
-  const bool at_once = !capped + !a.alibi + !H::ACTIVE >= 2;
-  auto weigh_run = [&](bool tiny) {
-    const float late = load_late(shape::F8 ? key_size : memory.scale);
+  __device__ __forceinline__ void weigh_run(bool tiny) {
+    const float late = load_late(shape::F8 ? key_size() : memory.scale);
     const float by = rule.scale * late;
     const float shift[2] = {finite_shift(x.m[0]), finite_shift(x.m[1])};
     if constexpr (H::ACTIVE) {
       const hook_row of[2] = {of_hook(memory.rows[r0]), of_hook(memory.rows[r1])};
-      x.weigh_by(scale, sum, [&](int i, float s) {
+      x.weigh_by(scale(), sum, [&](int i, float s) {
         const int r = i / 2 & 1, key = span.x + pair + i / 4 * 8 + (i & 1);
         return hook(s * by, of[r], key) - shift[r];
       });
-    } else if (capped) {
-      if (tiny) x.template weigh_capped<true>(scale, sum, by, rule.cap, shift);
-      else x.template weigh_capped<false>(scale, sum, by, rule.cap, shift);
+    } else if (capped()) {
+      if (tiny) x.template weigh_capped<true>(scale(), sum, by, rule.cap, shift);
+      else x.template weigh_capped<false>(scale(), sum, by, rule.cap, shift);
     } else if (a.alibi) {
       const wgmma_row rows[2] = {memory.rows[r0], memory.rows[r1]};
       float first[2];
 #pragma unroll
       for (int r = 0; r < 2; r++)
         first[r] = rows[r].slope * (float)kvl__apart(span.x + pair, rows[r].at) - shift[r];
-      x.weigh_by(scale, sum, [&](int i, float s) {
+      x.weigh_by(scale(), sum, [&](int i, float s) {
         const int r = i / 2 & 1;
         return s * by + (rows[r].slope * (float)(i / 4 * 8 + (i & 1)) + first[r]);
       });
     } else {
-      x.weigh_by(scale, sum, [&](int i, float s) { return s * by - shift[i / 2 & 1]; });
+      x.weigh_by(scale(), sum, [&](int i, float s) { return s * by - shift[i / 2 & 1]; });
     }
-  };
-  auto mask = [&](int stage) {
+  }
+  __device__ __forceinline__ void mask(int stage) {
     const int *index = memory.indices[stage];
     const wgmma_sight sight0(a, w, r0), sight1(a, w, r1);
 #pragma unroll
@@ -216,27 +233,17 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
 #pragma unroll
     for (int i = 0; i < KEYS / 2; i++)
       if (hidden >> i & 1) x.s[i] = -INFINITY;
-  };
-
-  if (memory.wait_work(0).tokens == 0) return;
-  barrier_wait(memory.q_full(0), 0);
-  begin();
-  barrier_wait(memory.k_full(0), 0);
-  products_begin();
-  x.scores(memory.q(0, consumer), memory.k(0));
-  products_wait<0>();
-  settle(x.s);
-  uint32_t k = 0;
-  span = memory.span(0);
-  /* Makes weights of the products. The vote stands where all lanes come: after one in a branch,
-   * ptxas keeps no descriptors in uniform registers. */
-  auto weigh = [&](auto begins_item) {
+  }
+  /* Makes weights of the products with the keys of a stage. The votes stand where all lanes
+   * come: after one in a branch, ptxas keeps no descriptors in uniform registers. */
+  template <bool MAY_FUSE> __device__ __forceinline__ void weigh(uint32_t k) {
     const bool masked = span.x < low || span.y > high;
     bool fused = false, tiny = false;
-    if (BIASED && !begins_item.value) {
-      fused = at_once && ready && !masked && span.y - span.x == KEYS - 1;
-      const float by = shape::F8 ? rule.scale * key_size : rule.scale;
-      if (capped) {
+    if (BIASED && MAY_FUSE) {
+      fused = !capped() + !a.alibi + !H::ACTIVE >= 2 && ready && !masked &&
+              span.y - span.x == KEYS - 1;
+      const float by = shape::F8 ? rule.scale * key_size() : rule.scale;
+      if (capped()) {
         const float most = x.largest_size() * by;
         fused = fused && most <= CAP_SMALL && by < 1e4f; /* by^9 is a float */
         tiny = most <= CAP_TINY;
@@ -249,65 +256,96 @@ __device__ void attend(const kvl_paged_attention_args &a, const wgmma_plan &plan
     barrier_arrive_warp(memory.k_empty(k), lane);
     if (--left == 0) barrier_arrive_warp(memory.q_empty(q_step % QS), lane);
     if (!ready) {
-      x.refer(scale);
+      x.refer(scale());
       ready = __all_sync(ALL_LANES, x.refers());
     }
     if (BIASED && fused) weigh_run(tiny);
-    else x.weigh(scale, sum);
-  };
-  weigh(std::true_type());
-  for (;;) {
-    x.l[0] += sum[0];
-    x.l[1] += sum[1];
-    x.pack();
-    const uint32_t v = step % STAGES, v_parity = step / STAGES & 1;
-    const bool ends = left == 0;
-    bool more = true;
-    if (ends) {
-      more = memory.wait_work(n).tokens > 0;
-      if (more) {
-        q_step++;
-        barrier_wait(memory.q_full(q_step % QS), q_step / QS & 1);
-      }
+    else x.weigh(scale(), sum);
+  }
+  /* Raises references whose sums of weights became large. */
+  __device__ __forceinline__ void check_weights() {
+    if (__all_sync(ALL_LANES, fmaxf(sum[0], sum[1]) <= WEIGHTS_MOST)) return;
+    if (__all_sync(ALL_LANES, fmaxf(sum[0], sum[1]) <= WEIGHTS_LOST)) {
+      x.lower(sum);
+      return;
     }
-    k = ++step % STAGES;
-    if (more) barrier_wait(memory.k_full(k), step / STAGES & 1);
-    span = memory.span(k);
-    products_begin();
-    x.scores(memory.q(q_step % QS, consumer), memory.k(k));
-    barrier_wait(memory.v_full(v), v_parity);
-    products_begin();
-    x.values(memory.v(v));
-    products_wait<1>();
-    settle(x.s);
-    if (!ends) weigh(std::false_type());
-    products_wait<0>();
-    settle(x.out);
-    barrier_arrive_warp(memory.v_empty(v), lane);
-    if (ends) {
-      if (plain && w.part < 0) {
-        write_plain_rows<T>(a, plan, w, x, memory.out(consumer * 4 + warp), r0 - lane / 4);
-      } else {
-        write_row_of_work(a, plan, w, x, 0, r0);
-        write_row_of_work(a, plan, w, x, 1, r1);
-      }
-      if (!more) return;
-      begin();
-      ready = false;
-      weigh(std::true_type());
-    } else if (!__all_sync(ALL_LANES, fmaxf(sum[0], sum[1]) <= WEIGHTS_MOST)) {
-      if (__all_sync(ALL_LANES, fmaxf(sum[0], sum[1]) <= WEIGHTS_LOST)) {
-        x.lower(sum);
-        continue;
-      }
-      scores_again<T, BIASED>(a, w, left, r0, hook, scale, x);
+    scores_again<T, BIASED>(a, w, left, r0, hook, scale(), x);
 #pragma unroll
-      for (int r = 0; r < 2; r++)
-        x.raise(r, fmaxf(x.largest(r) * scale - finite_shift(x.m[r]), 0.f));
-      x.weigh(scale, sum);
+    for (int r = 0; r < 2; r++)
+      x.raise(r, fmaxf(x.largest(r) * scale() - finite_shift(x.m[r]), 0.f));
+    x.weigh(scale(), sum);
+  }
+  __device__ __forceinline__ void write_work() {
+    if (a.out_dtype == a.dtype && !a.prev_lse && w.part < 0) {
+      write_plain_rows<T>(a, plan, w, x, memory.out(consumer * 4 + warp), r0 - lane / 4);
+    } else {
+      write_row_of_work(a, plan, w, x, 0, r0);
+      write_row_of_work(a, plan, w, x, 1, r1);
     }
   }
-}
+
+  /* An iteration gives the tensor cores the scores of a tile and the values of the one before,
+   * also when the tile begins the next piece of work; then the piece before it is written.
+   * After the last piece the scores are those of nothing. */
+  __device__ __forceinline__ void attend() {
+    if (memory.wait_work(0).tokens == 0) return;
+    barrier_wait(memory.q_full(0), 0);
+    begin_work();
+    barrier_wait(memory.k_full(0), 0);
+    products_begin();
+    x.scores(memory.q(0, consumer), memory.k(0));
+    products_wait<0>();
+    settle(x.s);
+    span = memory.span(0);
+    weigh<false>(0);
+    for (;;) {
+      x.l[0] += sum[0];
+      x.l[1] += sum[1];
+      x.pack();
+      const uint32_t v = step % STAGES, v_parity = step / STAGES & 1;
+      const bool ends = left == 0;
+      bool more = true;
+      if (ends) {
+        more = memory.wait_work(n).tokens > 0;
+        if (more) {
+          q_step++;
+          barrier_wait(memory.q_full(q_step % QS), q_step / QS & 1);
+        }
+      }
+      const uint32_t k = ++step % STAGES;
+      if (more) barrier_wait(memory.k_full(k), step / STAGES & 1);
+      span = memory.span(k);
+      products_begin();
+      x.scores(memory.q(q_step % QS, consumer), memory.k(k));
+      barrier_wait(memory.v_full(v), v_parity);
+      products_begin();
+      x.values(memory.v(v));
+      products_wait<1>();
+      settle(x.s);
+      /* The scores of the first tile of a piece are weighed when the piece before it is
+       * written. With a bias there is one copy of that code, which is long, for both kinds of
+       * tiles. */
+      if (!BIASED && !ends) weigh<false>(k);
+      if (!BIASED || ends) {
+        products_wait<0>();
+        settle(x.out);
+        barrier_arrive_warp(memory.v_empty(v), lane);
+      }
+      if (ends) {
+        write_work();
+        if (!more) return;
+        begin_work();
+      }
+      if (BIASED || ends) weigh<BIASED>(k);
+      if (BIASED && !ends) {
+        products_wait<0>();
+        settle(x.out);
+        barrier_arrive_warp(memory.v_empty(v), lane);
+      }
+      if (!ends) check_weights();
+    }
+  }
+};
 
 #endif
 
@@ -334,15 +372,14 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
   if (warpgroup > 0 && warpgroup <= shape::CONSUMERS) {
     registers_take<shape::TAKE>();
-    attend<T, shape, BIASED>(a, plan, hook, memory, warpgroup - 1);
+    wgmma_consumer<T, shape, BIASED, H>(a, plan, hook, memory, warpgroup - 1).attend();
     return;
   }
   registers_give<shape::GIVE>();
   if constexpr (shape::BYTES) {
     if (warpgroup > 0) {
       if constexpr (shape::PACKED) convert_packed<T, shape>(memory, warp % 4);
-      else if (warp % 4 < 2) convert_tiles<shape, false>(memory, warp % 2);
-      else convert_tiles<shape, true>(memory, warp % 2);
+      else convert_tiles<shape>(memory, warp % 4 >= 2, warp % 2);
       return;
     }
   }

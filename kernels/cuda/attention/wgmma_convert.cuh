@@ -57,19 +57,20 @@ template <class shape> struct convert_place {
 
 /* ---- f8e4m3 ---------------------------------------------------------------------------- */
 
-template <class shape, bool V, bool CHANGED>
-__device__ __forceinline__ void convert_half(const wgmma_memory<shape> &memory, int s,
-                                             int half, uint32_t at, uint32_t signs) {
+/* CHANGED: signs are turned, and rows of keys that do not exist become 0, given how many of
+ * each eight are kept. */
+template <class shape, bool CHANGED>
+__device__ __forceinline__ void convert_half(uint32_t at, const int8_t *kept,
+                                             uint32_t signs) {
   using place = convert_place<shape>;
   const place mine(at);
   uint4 ahead[2] = {mine.load(0), mine.load(1)};
-#pragma unroll
+#pragma unroll(CHANGED ? 2 : place::STEPS)
   for (int i = 0; i < place::STEPS; i++) {
     uint4 x = ahead[i % 2];
     if (i + 2 < place::STEPS) ahead[i % 2] = mine.load(i + 2);
     if (CHANGED) {
-      const int group = half * shape::SHARE_GROUPS + mine.group(i);
-      const uint32_t keep = mine.row < memory.kept[V][s][group] ? ~0u : 0u;
+      const uint32_t keep = mine.row < kept[mine.group(i)] ? ~0u : 0u;
       x.x = (x.x & keep) ^ signs;
       x.y = (x.y & keep) ^ signs;
       x.z = (x.z & keep) ^ signs;
@@ -81,8 +82,8 @@ __device__ __forceinline__ void convert_half(const wgmma_memory<shape> &memory, 
   }
 }
 
-template <class shape, bool V>
-__device__ void convert_tiles(const wgmma_memory<shape> &memory, int half) {
+template <class shape>
+__device__ void convert_tiles(const wgmma_memory<shape> &memory, bool V, int half) {
   constexpr int STAGES = shape::STAGES;
   const int lane = threadIdx.x % WARP;
   uint32_t step = 0;
@@ -92,8 +93,9 @@ __device__ void convert_tiles(const wgmma_memory<shape> &memory, int half) {
       barrier_wait(memory.came(V, s), step / STAGES & 1);
       const uint32_t at = memory.tile(V, s) + half * shape::SHARE_BYTES;
       const uint32_t changes = memory.changes[V][s];
-      if (changes == CHANGE_NOTHING) convert_half<shape, V, false>(memory, s, half, at, 0);
-      else convert_half<shape, V, true>(memory, s, half, at, changes);
+      const int8_t *const kept = &memory.kept[V][s][half * shape::SHARE_GROUPS];
+      if (changes == CHANGE_NOTHING) convert_half<shape, false>(at, kept, 0);
+      else convert_half<shape, true>(at, kept, changes);
       fence_async();
       barrier_arrive_warp(memory.full(V, s), lane);
     }
@@ -139,7 +141,7 @@ __device__ __forceinline__ void convert_quarter(const convert_place<shape> &mine
     return !SPECIAL || mine.row < kept[group] ? scale : 0.f;
   };
   float scales_ahead[2] = {scale_of_step(0), scale_of_step(1)};
-#pragma unroll
+#pragma unroll(SPECIAL ? 2 : STEPS)
   for (int i = 0; i < STEPS; i++) {
     const uint4 x = ahead[i % 2];
     const float scale = scales_ahead[i % 2], minus = -32896.f * scale;

@@ -6,7 +6,7 @@
 #include "args/attention.h"
 #include "cuda/launch.cuh"
 #include "cuda/attention/paged_wgmma.cuh"
-#include "cuda/attention/wgmma_combine.cuh"
+#include "cuda/attention/paged_mend.cuh"
 
 namespace kvl {
 
@@ -108,6 +108,7 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
   plan.box = wgmma_boxes(a.cache) ? common_divisor(a.cache.block_size, most_keys) / 8 : 0;
   plan.tokens_tile = a.starts ? shape::ROWS / heads_each : 1;
   plan.by_tile = divisor(plan.tokens_tile);
+  plan.rows_most = shape::ROWS;
   plan.subgroups = (group + shape::ROWS - 1) / shape::ROWS;
   plan.lanes = a.cache.kv_heads * plan.subgroups;
   plan.entries = (int)(a.starts ? a.tokens / plan.tokens_tile + a.seqs : a.seqs);
@@ -147,6 +148,10 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
   return notes + sizeof(int);
 }
 
+/* Joins the partial results of divided work. */
+int launch_wgmma_combine(const kvl_paged_attention_args &a, const wgmma_plan &plan,
+                         bool hooked, const kvl_cuda_queue *q);
+
 /* Launches a call that is planned. start(grid, programmatic, map) launches the attention. With a
  * hook, noted rows are left to the caller. */
 template <class T, class shape, class F>
@@ -158,15 +163,7 @@ int launch_planned(const kvl_paged_attention_args &a, const wgmma_plan &plan, bo
   if (plan.shares > 0) {
     status = start(plan.shares * plan.side, true, map);
     if (status < 0) return status;
-    const int64_t items = (int64_t)plan.entries * plan.lanes;
-    const int dim_lanes = combine_dim_lanes(plan.shares * plan.side / items + 2);
-    const int64_t warps = items * plan.rows * ceil_div(shape::D / 4, dim_lanes);
-    const int64_t blocks = ceil_div(warps, COMBINE_WARPS), full = 4 * (int64_t)q->sm_count;
-    status = prefer_shared<wgmma_combine<T, shape>>(q);
-    if (status < 0) return status;
-    return launch_programmatic(wgmma_combine<T, shape>,
-                               (unsigned)(blocks < full ? blocks : full),
-                               COMBINE_WARPS * WARP, 0, q, a, plan, dim_lanes, hooked);
+    return launch_wgmma_combine(a, plan, hooked, q);
   }
   if (plan.counter)
     status = kvl__cuda_check(cudaMemsetAsync(plan.counter, 0, sizeof(int), q->stream));
@@ -174,6 +171,7 @@ int launch_planned(const kvl_paged_attention_args &a, const wgmma_plan &plan, bo
   const int64_t items = (int64_t)plan.entries * plan.lanes;
   status = start(items < q->sm_count ? (int)items : q->sm_count, false, map);
   if (status < 0 || hooked) return status;
+  if (shape::F8 && a.dtype == KVL_DTYPE_BF16) return launch_mend<__nv_bfloat16, f8e4m3>(a, q);
   return launch_mend<T, typename shape::template cache<T>>(a, q);
 }
 
@@ -211,7 +209,8 @@ auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
   const bool few = !hooked && few_rows(a, wgmma_shape<D, true, C>::ROWS);
   if constexpr (wgmma_shape<D, false, C>::HAS_BY_ROW)
     if (!hooked && !wgmma_boxes(a.cache))
-      return few ? f(wgmma_shape<D, true, C, true>()) : f(wgmma_shape<D, false, C, true>());
+      return few ? f(wgmma_shape<D, true, C, true>())
+                                   : f(wgmma_shape<D, false, C, true>());
   return few ? f(wgmma_shape<D, true, C>()) : f(wgmma_shape<D, false, C>());
 }
 template <int D, class F>
@@ -241,8 +240,9 @@ int launch_wgmma_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q)
   });
 }
 
-/* Launches a call that wgmma_takes; C as in wgmma_shape. instances/paged_wgmma_*.cu define it,
- * so that the kernels are compiled side by side. */
+/* Launches a call that wgmma_takes; C as in wgmma_shape. Over f8e4m3, T is __half for both
+ * dtypes of q. instances/paged_wgmma_*.cu define it, so that the kernels are compiled side by
+ * side. */
 template <class T, class C>
 int launch_wgmma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q);
 

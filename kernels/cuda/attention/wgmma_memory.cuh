@@ -468,9 +468,11 @@ __device__ void bring_queries(const kvl_paged_attention_args &a,
     }
     copy_commit();
     copy_wait<0>();
-    if constexpr (shape::F8 && !same<T, __half>) {
+    if constexpr (shape::F8) {
       __syncwarp();
-      const float unit = queries_to_f16<shape>(memory.q(s, 0), shape::Q_BYTES);
+      const float unit = a.dtype == KVL_DTYPE_BF16
+                             ? queries_to_f16<shape>(memory.q(s, 0), shape::Q_BYTES)
+                             : 1.f;
       if (lane == 0) memory.units[s] = unit;
     }
     fence_async();

@@ -108,8 +108,8 @@ constexpr int NO_KEYS = INT_MAX - 8; /* the index of keys that do not exist */
 /* What the host works out. */
 struct wgmma_plan {
   int box; /* how many groups of eight keys one copy brings; 0: a copy brings 16 bytes */
-  int tokens_tile, subgroups, lanes;
-  divisor by_tile, by_block; /* by tokens_tile and block_size */
+  int tokens_tile, subgroups, lanes, rows_most; /* rows_most: of an item */
+  divisor by_tile, by_block;                    /* by tokens_tile and block_size */
   int entries;    /* tiles of tokens that there may be; some of them have no tokens */
   uint8_t *notes; /* of rows to mend */
   /* Whole items: the counter, 0 at first, or NULL; how many lanes are under way at once. */
@@ -195,14 +195,14 @@ struct wgmma_work {
     length = (int)min((int64_t)a.lens[seq], a.max_blocks * a.cache.block_size);
   }
 
-  template <class shape>
+  /* rows: that an item has at most. */
   __device__ void set_lane(const kvl_paged_attention_args &a, const wgmma_plan &plan,
-                           int lane) {
+                           int lane, int rows) {
     kv_head = lane / plan.subgroups;
     const int group = (int)(a.heads / a.cache.kv_heads);
-    const int first = (lane - kv_head * plan.subgroups) * shape::ROWS;
+    const int first = (lane - kv_head * plan.subgroups) * rows;
     head0 = kv_head * group + first;
-    heads_each = min(group - first, shape::ROWS);
+    heads_each = min(group - first, rows);
   }
 
   /* Finds the tiles of keys. A selection counts as full; with set_lane and `exact` a warp
@@ -288,7 +288,7 @@ __device__ void each_item(const kvl_paged_attention_args &a, const wgmma_plan &p
     const int lanes = min(plan.section, plan.lanes - first);
     wgmma_work w(a, plan, plan.entries - 1 - i / lanes);
     if (w.tokens == 0) return;
-    w.set_lane<shape>(a, plan, first + i % lanes);
+    w.set_lane(a, plan, first + i % lanes, shape::ROWS);
     w.set_tiles<shape>(a, plan, true);
     give(w);
   };
@@ -344,7 +344,7 @@ __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &
       const int group = (at - first) / piece.tiles;
       const int begin = (at - first) - group * piece.tiles;
       const int count = min(piece.tiles - begin, (int)(end - at));
-      piece.set_lane<shape>(a, plan, group * plan.side + beside);
+      piece.set_lane(a, plan, group * plan.side + beside, shape::ROWS);
       if (count < piece.tiles) piece.part = plan.part(share, beside, begin == 0);
       piece.first_key += begin * shape::KEYS;
       piece.tiles = count;

@@ -239,6 +239,14 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
   }
 }
 
+/* Two numbers in q's dtype, which is T; over f8e4m3 it is known at run time. */
+template <class T, class shape>
+__device__ __forceinline__ uint32_t pack_rows(const kvl_paged_attention_args &a, float x,
+                                              float y) {
+  if (shape::F8 && a.dtype == KVL_DTYPE_BF16) return pack2(x, y, __nv_bfloat16());
+  return pack2(x, y, T());
+}
+
 /* Writes a warp's sixteen rows, from r on, of whole work without an earlier attention, in q's
  * dtype, by way of shared memory: 64 (or 32) columns at a time. */
 template <class T, class M, class shape>
@@ -277,10 +285,12 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
 #pragma unroll
     for (int n = 0; n < PIECES; n += 2) {
       const int i = 4 * (c * PIECES + n);
-      const uint32_t y[4] = {pack2(x.out[i] * scale[0], x.out[i + 1] * scale[0], T()),
-                             pack2(x.out[i + 2] * scale[1], x.out[i + 3] * scale[1], T()),
-                             pack2(x.out[i + 4] * scale[0], x.out[i + 5] * scale[0], T()),
-                             pack2(x.out[i + 6] * scale[1], x.out[i + 7] * scale[1], T())};
+      float z[8];
+#pragma unroll
+      for (int e = 0; e < 8; e++) z[e] = x.out[i + e] * scale[e / 2 % 2];
+      const uint32_t y[4] = {
+          pack_rows<T, shape>(a, z[0], z[1]), pack_rows<T, shape>(a, z[2], z[3]),
+          pack_rows<T, shape>(a, z[4], z[5]), pack_rows<T, shape>(a, z[6], z[7])};
       store_matrices(at + swizzled<PIECES>(lane % 16, n + lane / 16), y);
     }
     __syncwarp();
@@ -348,6 +358,7 @@ __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
                              kvl__row_at(&a.cache, &a.cache.key, max(at.physical, 0),
                                          w.kv_head, token));
     const T *q = (const T *)a.q + (rows.token(own) * a.heads + rows.head(own)) * D;
+    const bool is_bf16 = shape::F8 && a.dtype == KVL_DTYPE_BF16;
     float s = 0.f;
 #pragma unroll 1
     for (int d = 0; d < D; d++) {
@@ -356,7 +367,7 @@ __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
         x = to_float(from_float<T>(
             x * scale_of(a.cache.key, kvl__keys_of(&a.cache, max(at.physical, 0), w.kv_head),
                          token, d)));
-      s += to_float(q[d]) * x;
+      s += (is_bf16 ? to_float(((const __nv_bfloat16 *)q)[d]) : to_float(q[d])) * x;
     }
     if (shape::F8) s *= by;
     if (BIASED) s = rule(s);

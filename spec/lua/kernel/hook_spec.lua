@@ -25,15 +25,15 @@ local KNOWN = {
   last = { bias = e.input "mix", mask = (e.position % 2):eq(0),
            emit = { last = e.weight:gt(0.05):any("token", "head"):where(e.query_position,
                       -1),
-                    far = (e.weight * (e.length - e.position)):sum "token":max "head" } },
+                    far = (e.weight * (e.length - e.index)):sum "token":max "head" } },
   -- a query of a prompt that is not needed adds nothing
   newest = { bias = e.input "mix" / 4, log_weight = slope,
-             emit = { votes = e.where(e.query_position:ge(e.length - 5), e.weight, 0)
+             emit = { votes = e.where(e.query_index:ge(e.length - 5), e.weight, 0)
                         :sum "token":mean "head",
                       odd = ((e.query_position % 2):eq(0):where(0, e.weight) * 2)
                         :max("token", "head"):abs() } },
   -- the newer a query, the more its attention counts; weights of queries have other types
-  fading = { emit = { mass = ((e.param "weight" / 4) ^ (e.length - 1 - e.query_position)
+  fading = { emit = { mass = ((e.param "weight" / 4) ^ (e.length - 1 - e.query_index)
                         * e.weight):sum "token":mean "head",
                       few = e.where((e.query_position % 3):eq(0):band(
                           e.length:gt(20)), e.weight, 0):sum("token", "head"),

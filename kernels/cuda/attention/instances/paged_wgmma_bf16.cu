@@ -1,4 +1,4 @@
-/* The kernels of paged_wgmma.cuh for q in bf16, over bf16 and f8e4m3. */
+/* The kernels of paged_wgmma.cuh for q in bf16, over its own dtype. */
 #include "args/attention.h"
 #include "../wgmma_launch.cuh"
 
@@ -9,13 +9,6 @@ int launch_wgmma<__nv_bfloat16, void>(const kvl_paged_attention_args &a,
                                       const kvl_cuda_queue *q) {
   return with_wgmma_dim(a.cache.key.dim, [&](auto dim) {
     return launch_wgmma_dim<__nv_bfloat16, void, dim.value>(a, q);
-  });
-}
-template <>
-int launch_wgmma<__nv_bfloat16, f8e4m3>(const kvl_paged_attention_args &a,
-                                        const kvl_cuda_queue *q) {
-  return with_wgmma_dim(a.cache.key.dim, [&](auto dim) {
-    return launch_wgmma_dim<__nv_bfloat16, f8e4m3, dim.value>(a, q);
   });
 }
 

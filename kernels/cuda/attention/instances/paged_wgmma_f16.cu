@@ -1,4 +1,4 @@
-/* The kernels of paged_wgmma.cuh for q in f16, over f16 and f8e4m3. */
+/* The kernels of paged_wgmma.cuh for q in f16, over its own dtype. */
 #include "args/attention.h"
 #include "../wgmma_launch.cuh"
 
@@ -8,12 +8,6 @@ template <>
 int launch_wgmma<__half, void>(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   return with_wgmma_dim(a.cache.key.dim, [&](auto dim) {
     return launch_wgmma_dim<__half, void, dim.value>(a, q);
-  });
-}
-template <>
-int launch_wgmma<__half, f8e4m3>(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  return with_wgmma_dim(a.cache.key.dim, [&](auto dim) {
-    return launch_wgmma_dim<__half, f8e4m3, dim.value>(a, q);
   });
 }
 

@@ -128,7 +128,7 @@ local function attention_kernel(plan, target)
   local mend = MEND:format(SHORT[q], last, CPP[q], CPP[kv])
   if plan.is_listed then return listed_kernel(dim, group, q, kv, last, mend) end
   if q == "f32" then
-    local rows = (plan.is_prefill or group > 4) and 8 or group > 1 and 4 or 1
+    local rows = (plan.is_prefill or group > 4) and 8 or 4
     local size = size_for(dim, 64, 128, 256)
     local phase = plan.is_prefill and "prefill" or "decode"
     local second = plan.is_prefill and "subgroups" or "place"
