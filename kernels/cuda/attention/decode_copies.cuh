@@ -181,18 +181,21 @@ template <int D, class C, class H, int R> struct decode_copies {
   /* Both copy SIDE rows at a time. What is not seen becomes zeros, so that no NaN gets in. */
   __device__ __forceinline__ void copy_runs(uint32_t to, int *where) const {
     const int piece = lane % PIECES, side = lane / PIECES;
+    const int own = now_tile * (KEYS / 8) + lane / 8; /* the run of key number `lane` */
+    const int index = __shfl_sync(ALL_LANES, now.index, own);
+    const unsigned own_seen = __shfl_sync(ALL_LANES, now.seen, own);
+    if (lane < KEYS) where[lane] = own_seen >> lane % 8 & 1 ? index + lane % 8 : -1;
 #pragma unroll
     for (int run = 0; run < KEYS / 8; run++) {
       const int source = now_tile * (KEYS / 8) + run;
       const char *k = cache + __shfl_sync(ALL_LANES, now.offset, source) + side * row_bytes +
                       piece * 16;
-      const int index = __shfl_sync(ALL_LANES, now.index, source);
       unsigned seen = __shfl_sync(ALL_LANES, now.seen, source);
-      if (lane < 8) where[run * 8 + lane] = seen >> lane & 1 ? index + lane : -1;
       seen = piece * NUMBERS < head_dim ? seen >> side : 0;
 #pragma unroll
       for (int i = 0; i < 8; i += SIDE, k += SIDE * row_bytes) {
-        const uint32_t at = to + tile_byte<PIECES>(tile_row<C>(run * 8 + i + side), piece);
+        const int row = tile_row<C>(run * 8 + i + side);
+        const uint32_t at = to + tile_byte<PIECES>(row, piece);
         copy_async(at, k, seen >> i & 1, once);
         copy_async(at + shape::TILE_BYTES, k + to_value, seen >> i & 1, once);
       }

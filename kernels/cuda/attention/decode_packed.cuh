@@ -180,7 +180,7 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
     float share[EIGHTS][2]; /* of the tile's weights in those of all tiles */
     scores(s, at, of_keys);
     weigh(s, share, where, seq, length);
-    values(s, share, at + shape::TILE_BYTES, of_values, where);
+    values(s, share, at, of_values, where);
   }
 
   /* Where the lane's row of a load has a piece, see tile_byte: `at` is where it has piece 0,
@@ -310,7 +310,7 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
    * that of a row's largest product, so that only what is 2^-39 of it gets lost. Values that
    * are not seen get scales of 0, so that no NaN gets in: their weights are 0. */
   __device__ __forceinline__ void values(const tile_scores &s,
-                                         const float (&share)[EIGHTS][2], uint32_t v_at,
+                                         const float (&share)[EIGHTS][2], uint32_t at,
                                          const scales &of_values, const int (&where)[4]) {
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
@@ -331,7 +331,7 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
 #pragma unroll
       for (int piece = g * PIECES_GROUP; piece < (g + 1) * PIECES_GROUP; piece++) {
         uint32_t b[4], dims[2][4]; /* of matrices 0 and 1, 2 and 3 */
-        load_matrices_transposed(b, piece_at(v_at, piece));
+        load_matrices_transposed(b, piece_at(at, piece) + shape::TILE_BYTES);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
           const uint2 x = raised_bytes<C, true>(b[2 * h]);
