@@ -18,14 +18,14 @@ namespace kvl {
  * less for their own results. */
 template <int D, class C, int R = 16> struct decode_shape {
   static constexpr int BYTES = sizeof(C), NUMBERS = 16 / BYTES; /* per piece */
-  static constexpr int PIECES = (D / NUMBERS + 7) / 8 * 8;
+  static constexpr int PIECES = packs<C> ? D / NUMBERS : (D / NUMBERS + 7) / 8 * 8;
   static constexpr int KEYS = BYTES == 1 || D <= 64 ? 32 : 16, ROWS = R;
   static constexpr int TILE_BYTES = KEYS * PIECES * 16;
   static constexpr int GROUPS = packs<C> ? D / PACKED_GROUP
                                          : 0; /* scales of a row, at most */
   static constexpr int STAGE_BYTES = 2 * (TILE_BYTES + KEYS * GROUPS * 2);
   static constexpr bool LARGE = 2 * TILE_BYTES > 8192, MANY = R == 8 && !LARGE;
-  static constexpr int BLOCKS = 1, STAGES = MANY ? 2 : 3, TEAM = 4;
+  static constexpr int BLOCKS = 1, STAGES = MANY && D > 64 ? 2 : 3, TEAM = 4;
   static constexpr int WARPS = LARGE ? 4 : MANY ? 12 : 8;
   static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = RING_BYTES + WARPS * STAGES * KEYS * 4;

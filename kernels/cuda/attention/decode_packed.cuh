@@ -175,7 +175,7 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
     const scales of_values = {scales_at + shape::KEYS * 2 * groups, groups};
     const int4 four = *(const int4 *)(indices + lane / 4 * 4);
     const int where[4] = {four.x, four.y, four.z, four.w};
-    const uint32_t at = shared_address(stage) + lane * PIECES * 16 + lane % 8 * 16;
+    const uint32_t at = shared_address(stage) + tile_byte<PIECES>(lane, 0);
     tile_scores s = {};
     float share[EIGHTS][2]; /* of the tile's weights in those of all tiles */
     scores(s, at, of_keys);
@@ -184,9 +184,9 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
   }
 
   /* Where the lane's row of a load has a piece, see tile_byte: `at` is where it has piece 0,
-   * and tiles begin at multiples of 128. */
+   * and tiles begin at multiples of 128, though not of 256. */
   __device__ __forceinline__ static uint32_t piece_at(uint32_t at, int piece) {
-    return at ^ piece * 16;
+    return (at ^ piece % 8 * 16) + piece / 8 * 128;
   }
 
   /* s = K q, scaled: each group of dims has its own sums, which the keys' scales multiply. The
