@@ -43,9 +43,11 @@ template <int N> __device__ __forceinline__ void copy_wait() {
 /* The offset of 16-byte piece `piece` of row `row` in a tile whose rows have PIECES pieces.
  * The low three bits are mixed with the row, so that eight rows of one column, which ldmatrix
  * reads at once, are in different banks. PIECES is a multiple of 8, or 4. */
+template <int PIECES> __device__ __forceinline__ int tile_mix(int row) {
+  return PIECES == 4 ? row / 2 % 4 : row & 7;
+}
 template <int PIECES> __device__ __forceinline__ uint32_t tile_byte(int row, int piece) {
-  const int mixed = PIECES == 4 ? row / 2 % 4 : row & 7;
-  return (uint32_t)(row * PIECES + (piece ^ mixed)) * 16;
+  return (uint32_t)(row * PIECES + (piece ^ tile_mix<PIECES>(row))) * 16;
 }
 /* The pieces that a tile's row takes for up to D 16-bit numbers. */
 template <int D> constexpr int TILE_PIECES = (D / 8 + 7) / 8 * 8;

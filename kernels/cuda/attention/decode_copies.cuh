@@ -12,10 +12,10 @@
 
 namespace kvl {
 
-/* Ring sizes: 192 KiB per thread block, one block per SM; scales come on top. C is the type of
- * the cache's numbers. R is how many rows the kernel takes at once: 16 or, of packed numbers, 8
- * or 16. Eight rows leave registers for more warps, which have fewer stages each: they wait
- * less for their own results. */
+/* Ring sizes: 192 KiB per thread block, one block per SM; scales come on top, and rows of 64
+ * packed numbers take less. C is the type of the cache's numbers. R is how many rows the kernel
+ * takes at once: 16 or, of packed numbers, 8 or 16. Eight rows leave registers for more warps,
+ * which have fewer stages each: they wait less for their own results. */
 template <int D, class C, int R = 16> struct decode_shape {
   static constexpr int BYTES = sizeof(C), NUMBERS = 16 / BYTES; /* per piece */
   static constexpr int PIECES = packs<C> ? D / NUMBERS : (D / NUMBERS + 7) / 8 * 8;

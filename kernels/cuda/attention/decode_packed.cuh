@@ -16,7 +16,16 @@
  * 2 i + 1. P^T has to be turned around (movmatrix) on its way from one product to the other.
  *
  * A number n becomes the f16 number n + RAISED, which takes no subtraction. Products start at
- * -RAISED times the sum of their other operand, which takes that away again. */
+ * -RAISED times the sum of their other operand, which takes that away again. What this costs
+ * of the sums' accuracy is little beside what the weights lose as f16.
+ *
+ * A row's weights count from the largest score of their own tile, which makes them as exact
+ * where a tile matters little as where it matters most.
+ *
+ * Eight rows and head_dim 128 take about 840 instructions for a tile of 32 keys, 215 of which
+ * copy another one (nvcc 13.0, sm_90a): 26 a key. With query rows as the mma's rows and a
+ * subtraction for each number it was 41. An H200 at 4.56 TB/s and 1.755 GHz brings a scheduler
+ * a key, its value and their scales every 53 cycles. */
 #ifndef KVL_CUDA_DECODE_PACKED_CUH
 #define KVL_CUDA_DECODE_PACKED_CUH
 
@@ -161,6 +170,7 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
   /* sums -= RAISED * (b summed over its 16 rows) */
   __device__ __forceinline__ static void take_raised(float (&sums)[4], uint32_t b0,
                                                      uint32_t b1) {
+    static_assert(RAISED == 1152, "of which TWO has the bits");
     constexpr uint32_t TWO = 0xE480E480u; /* -RAISED, twice */
     const uint32_t ones[4] = {TWO, TWO, TWO, TWO};
     mma(sums, ones, b0, b1, M());
@@ -175,7 +185,8 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
     const scales of_values = {scales_at + shape::KEYS * 2 * groups, groups};
     const int4 four = *(const int4 *)(indices + lane / 4 * 4);
     const int where[4] = {four.x, four.y, four.z, four.w};
-    const uint32_t at = shared_address(stage) + tile_byte<PIECES>(lane, 0);
+    const uint32_t at = shared_address(stage) + lane * PIECES * 16 +
+                        tile_mix<PIECES>(lane) * 16;
     tile_scores s = {};
     float share[EIGHTS][2]; /* of the tile's weights in those of all tiles */
     scores(s, at, of_keys);
@@ -224,8 +235,8 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
     }
   }
 
-  /* Turns scaled scores into weights, of which a row's largest is 1, brings m, l and out to the
-   * new maximum, and tells how much the tile's weights count there. */
+  /* Turns scaled scores into weights, of which a row's largest is 1, brings m, l and out to
+   * the new maximum, and tells how much the tile's weights count there. */
   __device__ __forceinline__ void weigh(tile_scores &s, float (&share)[EIGHTS][2],
                                         const int (&where)[4], int seq, int length) {
     finish_scores(s, where, seq, length);

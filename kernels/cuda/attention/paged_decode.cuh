@@ -19,7 +19,8 @@
  * tiles and the end of a sequence.
  *
  * K and V of f8e4m3 and int8 stay bytes until they are on their way to the tensor cores, see
- * paged.cuh. The scales of int8 are copied beside their tile. */
+ * paged.cuh. The scales of int8 are copied beside their tile, and a group of up to eight heads
+ * has a kernel of its own there. */
 #ifndef KVL_CUDA_PAGED_DECODE_CUH
 #define KVL_CUDA_PAGED_DECODE_CUH
 
