@@ -42,9 +42,12 @@ template <int N> __device__ __forceinline__ void copy_wait() {
 
 /* The offset of 16-byte piece `piece` of row `row` in a tile whose rows have PIECES pieces.
  * The low three bits are mixed with the row, so that eight rows of one column, which ldmatrix
- * reads at once, are in different banks. PIECES is a multiple of 8. */
+ * reads at once, are in different banks. PIECES is a multiple of 8, or 4. */
+template <int PIECES> __device__ __forceinline__ int tile_mix(int row) {
+  return PIECES == 4 ? row / 2 % 4 : row & 7;
+}
 template <int PIECES> __device__ __forceinline__ uint32_t tile_byte(int row, int piece) {
-  return (uint32_t)(row * PIECES + (piece ^ (row & 7))) * 16;
+  return (uint32_t)(row * PIECES + (piece ^ tile_mix<PIECES>(row))) * 16;
 }
 /* The pieces that a tile's row takes for up to D 16-bit numbers. */
 template <int D> constexpr int TILE_PIECES = (D / 8 + 7) / 8 * 8;
@@ -79,6 +82,24 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
                "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/* d = c + a b, of which c stays as it is. */
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                    uint32_t b1, const float (&c)[4], __half) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]),
+                 "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+/* Transposes a matrix of 8 x 8 16-bit numbers, of which a lane has two neighbours, columns
+ * 2 (l%4) and + 1 of row l/4. */
+__device__ __forceinline__ uint32_t turn_matrix(uint32_t x) {
+  uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }
 
 /* ---- two numbers in a register --------------------------------------------------------- */

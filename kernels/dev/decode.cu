@@ -1,8 +1,9 @@
 /* Paged decode: what paged_attention.cu ships, checked and timed through its launcher.
  *
  *   nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -I kernels -I runtime \
- *        -I kernels/cuda kernels/dev/decode.cu kernels/cuda/instances/*.cu -o decode -lcuda
- *   ./decode [check | time] [part of the names of the cases to check]
+ *        -I kernels/cuda kernels/dev/decode.cu \
+ *        kernels/cuda/attention/instances/*.cu -o decode -lcuda
+ *   ./decode [check | time] [part of the names of cases]
  *
  * Versions on an H100 80GB HBM3, 2026-11-21, us; bf16, 32/8 heads, head_dim 128, block 16,
  * random tables, L2 flushed. `limit` is bytes / R, without the 3.7 us of an empty launch:
@@ -79,7 +80,8 @@ enum {
   BF16 = KVL_DTYPE_BF16,
   F16 = KVL_DTYPE_F16,
   F32 = KVL_DTYPE_F32,
-  F8 = KVL_DTYPE_F8E4M3
+  F8 = KVL_DTYPE_F8E4M3,
+  INT8 = KVL_CODEC_INT8 /* of the cache alone */
 };
 enum { NO_SELECTION, SHARED, PER_HEAD };
 
@@ -100,6 +102,14 @@ __device__ __forceinline__ float element(const void *p, int dtype, int64_t at) {
   if (dtype == F8) return kvl::to_float(((const kvl::f8e4m3 *)p)[at]);
   return kvl::load_any(p, dtype, at);
 }
+/* A number of the cache. */
+__device__ __forceinline__ float number(const kvl_pages &c, const kvl_strips &of,
+                                        int64_t block, int64_t head, int64_t token, int dim) {
+  const char *const strip = (const char *)c.memory + kvl__strip_at(&c, &of, block, head);
+  if (c.codec != INT8) return element(strip + token * of.bytes_row, c.codec, dim);
+  return kvl::to_float(((const kvl::int8 *)(strip + token * of.bytes_row))[dim]) *
+         kvl::scale_of(of, strip, token, dim);
+}
 __device__ __forceinline__ void put(void *p, int dtype, int64_t at, float x) {
   if (dtype == F32) ((float *)p)[at] = x;
   else if (dtype == F16) ((__half *)p)[at] = __half(x);
@@ -114,6 +124,23 @@ __global__ void fill_randn(void *p, int dtype, int64_t count, uint64_t seed) {
     put(p, dtype, i, sqrtf(-2.f * logf(u)) * cospif(2.f * v));
   }
 }
+/* Random whole numbers, and for each token scales that differ by up to 4. */
+__global__ void fill_packed(kvl_pages c, uint64_t seed) {
+  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+       i < c.blocks * 2 * c.kv_heads * c.block_size; i += (int64_t)gridDim.x * blockDim.x) {
+    const int64_t token = i % c.block_size, strip = i / c.block_size;
+    const int64_t head = strip % c.kv_heads, block = strip / c.kv_heads / 2;
+    const kvl_strips &of = strip / c.kv_heads % 2 ? c.value : c.key;
+    char *const at = (char *)c.memory + kvl__strip_at(&c, &of, block, head);
+    for (int d = 0; d < of.dim; d++) {
+      const uint32_t bits = dev::hash(i * of.dim + d + seed * 0x9E3779B97F4A7C15ull);
+      at[token * of.bytes_row + d] = (char)((int)(bits % 255) - 127);
+    }
+    for (int g = 0; g < of.groups; g++)
+      ((__nv_bfloat16 *)(at + of.scales))[token * of.groups + g] = __float2bfloat16_rn(
+          (1.f + 3.f * dev::hash(~(i * of.groups + g) - seed) * 0x1p-32f) / 160.f);
+  }
+}
 /* NaN into what lies past the end of every sequence's last block. */
 __global__ void poison_tails(kvl_paged_attention_args a) {
   const kvl_pages &c = a.cache;
@@ -122,11 +149,14 @@ __global__ void poison_tails(kvl_paged_attention_args a) {
   int64_t physical = a.tables[s * a.max_blocks + block];
   if (physical < 0 || physical >= c.blocks) return;
   for (int64_t h = 0; h < 2 * c.kv_heads; h++)
-    for (int64_t t = len % c.block_size; t < c.block_size; t++)
-      for (int d = threadIdx.x; d < c.key.dim; d += blockDim.x)
-        put((char *)c.memory + kvl__row_at(&c, h < c.kv_heads ? &c.key : &c.value, physical,
-                                           h % c.kv_heads, t),
-            c.codec, d, NAN);
+    for (int64_t t = len % c.block_size; t < c.block_size; t++) {
+      const kvl_strips &of = h < c.kv_heads ? c.key : c.value;
+      char *const strip = (char *)c.memory + kvl__strip_at(&c, &of, physical, h % c.kv_heads);
+      for (int d = threadIdx.x; c.codec != INT8 && d < of.dim; d += blockDim.x)
+        put(strip + t * of.bytes_row, c.codec, d, NAN);
+      for (int g = threadIdx.x; g < of.groups; g += blockDim.x)
+        put(strip + of.scales, BF16, t * of.groups + g, NAN);
+    }
 }
 
 /* Device memory that every problem shares. */
@@ -178,10 +208,12 @@ call prepare(const problem &p, arena &memory, unsigned seed, int sms) {
   a.out_dtype = p.out_dtype;
   const int64_t pool = blocks + 3;
   a.cache = dev::pages(p.cache_dtype, pool, p.kv_heads, p.block_size, p.head_dim);
-  const int64_t row = (int64_t)p.head_dim * kvl_dtype_bytes(p.cache_dtype);
-  const int64_t numbers = pool * 2 * p.kv_heads * p.block_size * p.head_dim;
-  a.cache.memory = memory.take((size_t)numbers * kvl_dtype_bytes(p.cache_dtype));
-  fill_randn<<<1056, 256>>>(a.cache.memory, p.cache_dtype, numbers, seed);
+  const int64_t row = kvl__bytes_token(&a.cache.key);
+  a.cache.memory = memory.take((size_t)(pool * a.cache.bytes_page));
+  if (p.cache_dtype == INT8) fill_packed<<<1056, 256>>>(a.cache, seed);
+  else
+    fill_randn<<<1056, 256>>>(a.cache.memory, p.cache_dtype,
+                              pool * 2 * p.kv_heads * p.block_size * p.head_dim, seed);
 
   std::vector<int32_t> order = dev::shuffled((int32_t)pool, seed), tables, selection, slots;
   size_t taken = 0;
@@ -287,8 +319,8 @@ __global__ void reference(kvl_paged_attention_args a, float *scores, int64_t mos
             : a.tables[s * a.max_blocks + block];
     return p < 0 || p >= c.blocks ? -1 : p;
   };
-  auto place = [&](int64_t p, int half, int t) {
-    return (const char *)c.memory + kvl__row_at(&c, half ? &c.value : &c.key, p, g, t);
+  auto read = [&](int64_t p, int half, int t, int d) {
+    return number(c, half ? c.value : c.key, p, g, t, d);
   };
   for (int64_t k = threadIdx.x; k < entries * c.block_size; k += blockDim.x) {
     int block, t = (int)(k % c.block_size);
@@ -298,8 +330,7 @@ __global__ void reference(kvl_paged_attention_args a, float *scores, int64_t mos
     if (p < 0 || index >= len || (a.window && index <= at - a.window)) continue;
     double dot = 0;
     for (int d = 0; d < c.key.dim; d++)
-      dot += (double)element(a.q, a.dtype, row * c.key.dim + d) *
-             element(place(p, 0, t), c.codec, d);
+      dot += (double)element(a.q, a.dtype, row * c.key.dim + d) * read(p, 0, t, d);
     dot *= a.scale * (c.k_scale ? c.k_scale[g] : 1.f);
     if (a.soft_cap) dot = a.soft_cap * tanh(dot / a.soft_cap);
     score[k] = (float)(dot + (a.alibi ? a.alibi[h] * (double)(index - at) : 0));
@@ -327,8 +358,7 @@ __global__ void reference(kvl_paged_attention_args a, float *scores, int64_t mos
       if (score[k] == -INFINITY) continue;
       int block;
       int64_t p = physical(k / c.block_size, block);
-      x += exp((double)score[k] - top) *
-           element(place(p, 1, (int)(k % c.block_size)), c.codec, d);
+      x += exp((double)score[k] - top) * read(p, 1, (int)(k % c.block_size), d);
     }
     x = sum > 0 ? x / sum * (c.v_scale ? c.v_scale[g] : 1.f) * mine : 0;
     if (keep > 0) x += keep * a.prev_out[row * c.key.dim + d];
@@ -376,7 +406,7 @@ struct harness {
 };
 
 int failures = 0;
-const char *chosen = ""; /* a part of the names of the cases to check */
+const char *chosen = ""; /* a part of the names of cases */
 
 void check(harness &h, const problem &p) {
   if (!strstr(p.name, chosen)) return;
@@ -487,6 +517,26 @@ void check_all(harness &h) {
             p.cache_dtype = F8, p.block_size = block, p.window = 800, p.soft_cap = 30;
             p.select = PER_HEAD, p.ratio = 0.5, p.heads = 40;
           }));
+  const std::vector<int> packed = {700, 0, 1, 31, 33, 1000, 4097, 16, 5};
+  for (int dtype : {BF16, F16})
+    for (int dim : {16, 64, 80, 96, 128, 144, 192, 256})
+      for (int group : {1, 4, 8, 12, 16, 20})
+        check(h, with("int8", packed, [=](problem &p) {
+                p.cache_dtype = INT8, p.dtype = p.out_dtype = dtype, p.head_dim = dim;
+                p.kv_heads = 2, p.heads = 2 * group;
+              }));
+  check(h, with("int8, 700 short ones", many, [](problem &p) { p.cache_dtype = INT8; }));
+  check(h, with("int8, long", {70000, 3}, [](problem &p) { p.cache_dtype = INT8; }));
+  for (int block : {8, 24, 64})
+    for (int group : {5, 10})
+      check(h, with("int8, block size, window, cap, selection", packed, [=](problem &p) {
+              p.cache_dtype = INT8, p.block_size = block, p.window = 800, p.soft_cap = 30;
+              p.select = PER_HEAD, p.ratio = 0.5, p.heads = 8 * group, p.alibi = true;
+            }));
+  check(h, with("int8, slots, prev, broken", ragged, [](problem &p) {
+          p.cache_dtype = INT8, p.prev = p.broken = p.slots = true, p.select = SHARED;
+          p.ratio = 0.5, p.out_dtype = F32;
+        }));
   for (int dtype : {BF16, F16, F32})
     for (int dim : {24, 64, 128, 256})
       for (int group : {1, 4, 7})
@@ -537,6 +587,7 @@ void time_all(harness &h) {
   auto go = [&](
                 const char *name, std::vector<int> lens,
                 std::function<void(problem &)> set = [](problem &) {}) {
+    if (!strstr(name, chosen)) return;
     problem p;
     p.name = name;
     p.lens = lens;
@@ -565,6 +616,20 @@ void time_all(harness &h) {
   go("f8 16 x 8K", even(16, 8192), f8);
   go("f8 10% of 16 x 32K", even(16, 32768),
      [](problem &p) { p.cache_dtype = F8, p.select = PER_HEAD, p.ratio = 0.1; });
+  auto int8 = [](problem &p) { p.cache_dtype = INT8; };
+  go("int8 16 x 32K", even(16, 32768), int8);
+  go("int8 1 x 32K", even(1, 32768), int8);
+  go("int8 1 x 128K", even(1, 131072), int8);
+  go("int8 16 x 2K", even(16, 2048), int8);
+  go("int8 16 x 8K", even(16, 8192), int8);
+  go("int8 16 x 32K, 64 on 8", even(16, 32768), [&](problem &p) { int8(p), p.heads = 64; });
+  go("int8 16 x 32K, 128 on 8", even(16, 32768), [&](problem &p) { int8(p), p.heads = 128; });
+  go("int8 16 x 32K, soft cap 50", even(16, 32768),
+     [&](problem &p) { int8(p), p.soft_cap = 50; });
+  go("int8 10% of 16 x 32K", even(16, 32768),
+     [&](problem &p) { int8(p), p.select = PER_HEAD, p.ratio = 0.1; });
+  go("int8 16 x 16K, D 64", even(16, 16384), [&](problem &p) { int8(p), p.head_dim = 64; });
+  go("int8 16 x 16K, D 256", even(16, 16384), [&](problem &p) { int8(p), p.head_dim = 256; });
   go("f32 q 16 x 32K", even(16, 32768), [](problem &p) { p.dtype = p.out_dtype = F32; });
   go("f32 q, f8 16 x 32K", even(16, 32768),
      [](problem &p) { p.dtype = p.out_dtype = F32, p.cache_dtype = F8; });
@@ -588,6 +653,7 @@ void time_all(harness &h) {
                                      "16 x 16K, block 64", "16 x 16K, block 256"};
   for (int i = 0; i < 6; i++)
     go(size_names[i], even(16, 16384), [=](problem &p) { p.block_size = sizes[i]; });
+  if (*chosen) return;
   time_after(h, b, "warm", [] {});
   time_after(h, b, "after a read of 128 MiB", [&] { b.read((size_t)128 << 20); });
   time_after(h, b, "after a read of 512 MiB", [&] { b.read((size_t)512 << 20); });

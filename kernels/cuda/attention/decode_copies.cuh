@@ -12,24 +12,33 @@
 
 namespace kvl {
 
-/* Ring sizes: 192 KiB per thread block, one block per SM; scales come on top. C is the type of
- * the cache's numbers. */
-template <int D, class C> struct decode_shape {
+/* Ring sizes: 192 KiB per thread block, one block per SM; scales come on top, and rows of 64
+ * packed numbers take less. C is the type of the cache's numbers. R is how many rows the kernel
+ * takes at once: 16 or, of packed numbers, 8 or 16. Eight rows leave registers for more warps,
+ * which have fewer stages each: they wait less for their own results. */
+template <int D, class C, int R = 16> struct decode_shape {
   static constexpr int BYTES = sizeof(C), NUMBERS = 16 / BYTES; /* per piece */
-  static constexpr int PIECES = (D / NUMBERS + 7) / 8 * 8;
-  static constexpr int KEYS = BYTES == 1 || D <= 64 ? 32 : 16, ROWS = 16;
+  static constexpr int PIECES = packs<C> ? D / NUMBERS : (D / NUMBERS + 7) / 8 * 8;
+  static constexpr int KEYS = BYTES == 1 || D <= 64 ? 32 : 16, ROWS = R;
   static constexpr int TILE_BYTES = KEYS * PIECES * 16;
   static constexpr int GROUPS = packs<C> ? D / PACKED_GROUP
                                          : 0; /* scales of a row, at most */
   static constexpr int STAGE_BYTES = 2 * (TILE_BYTES + KEYS * GROUPS * 2);
-  static constexpr bool LARGE = 2 * TILE_BYTES > 8192;
-  static constexpr int BLOCKS = 1, STAGES = 3, WARPS = LARGE ? 4 : 8, TEAM = 4;
+  static constexpr bool LARGE = 2 * TILE_BYTES > 8192, MANY = R == 8 && !LARGE;
+  static constexpr int BLOCKS = 1, STAGES = MANY && D > 64 ? 2 : 3, TEAM = 4;
+  static constexpr int WARPS = LARGE ? 4 : MANY ? 12 : 8;
   static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = RING_BYTES + WARPS * STAGES * KEYS * 4;
-  /* 192 leaves enough of an SM's registers for paged_combine. */
-  static constexpr int REGISTERS = LARGE ? 255 : 192;
+  /* 192, or 128 with 12 warps, leaves enough of an SM's registers for paged_combine. */
+  static constexpr int REGISTERS = LARGE ? 255 : MANY ? 128 : 192;
   static_assert(STAGE_BYTES >= ROWS * D * 4, "a stage takes the rows' sums");
 };
+
+/* The row of a tile in which a key lies. Packed keys 4 i + m are in rows 8 m + i: see
+ * decode_packed.cuh. */
+template <class C> __device__ __forceinline__ int tile_row(int key) {
+  return packs<C> ? key % 4 * 8 + key / 4 : key;
+}
 
 /* What a lane looks up: eight keys of a tile, or one if block_size is no multiple of 8. */
 struct key_run {
@@ -39,8 +48,8 @@ struct key_run {
   int to_scales;    /* from the first to its scales, of packed keys */
 };
 
-template <int D, class C, class H> struct decode_copies {
-  using shape = decode_shape<D, C>;
+template <int D, class C, class H, int R> struct decode_copies {
+  using shape = decode_shape<D, C, R>;
   static constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES, NUMBERS = shape::NUMBERS;
   static constexpr int KEYS_LOG = KEYS == 16 ? 4 : 5;
   static constexpr int SIDE = WARP / PIECES; /* rows that are copied side by side */
@@ -172,18 +181,21 @@ template <int D, class C, class H> struct decode_copies {
   /* Both copy SIDE rows at a time. What is not seen becomes zeros, so that no NaN gets in. */
   __device__ __forceinline__ void copy_runs(uint32_t to, int *where) const {
     const int piece = lane % PIECES, side = lane / PIECES;
+    const int own = now_tile * (KEYS / 8) + lane / 8; /* the run of key number `lane` */
+    const int index = __shfl_sync(ALL_LANES, now.index, own);
+    const unsigned own_seen = __shfl_sync(ALL_LANES, now.seen, own);
+    if (lane < KEYS) where[lane] = own_seen >> lane % 8 & 1 ? index + lane % 8 : -1;
 #pragma unroll
     for (int run = 0; run < KEYS / 8; run++) {
       const int source = now_tile * (KEYS / 8) + run;
       const char *k = cache + __shfl_sync(ALL_LANES, now.offset, source) + side * row_bytes +
                       piece * 16;
-      const int index = __shfl_sync(ALL_LANES, now.index, source);
       unsigned seen = __shfl_sync(ALL_LANES, now.seen, source);
-      if (lane < 8) where[run * 8 + lane] = seen >> lane & 1 ? index + lane : -1;
       seen = piece * NUMBERS < head_dim ? seen >> side : 0;
 #pragma unroll
       for (int i = 0; i < 8; i += SIDE, k += SIDE * row_bytes) {
-        const uint32_t at = to + tile_byte<PIECES>(run * 8 + i + side, piece);
+        const int row = tile_row<C>(run * 8 + i + side);
+        const uint32_t at = to + tile_byte<PIECES>(row, piece);
         copy_async(at, k, seen >> i & 1, once);
         copy_async(at + shape::TILE_BYTES, k + to_value, seen >> i & 1, once);
       }

@@ -1,12 +1,7 @@
 /* The second half of a warp of paged_decode.cuh: the online softmax of up to 16 query rows,
  * which are the 16 rows of every mma, over the tiles that decode_copies.cuh has copied. A
- * lane has two of the rows: lane / 4, and 8 more.
- *
- * What a key may cost, with head_dim 128 on an H100 (3.09 TB/s, 1.755 GHz, 528 warp
- * schedulers): memory brings a scheduler 264 bytes of int8 (a key of one KV head, its value
- * and their scales) every 79 cycles, and 256 of f8e4m3 every 77. nvcc 13.0 makes 41
- * instructions of a key of int8 (1300 for a tile of 32), of which 15 keep the integer units
- * busy for two cycles each; the tensor cores are busy for about 16. f8e4m3: 23 and 9. */
+ * lane has two of the rows: lane / 4, and 8 more. decode_packed.cuh does it for codecs that
+ * pack numbers. */
 #ifndef KVL_CUDA_DECODE_ROWS_CUH
 #define KVL_CUDA_DECODE_ROWS_CUH
 
@@ -14,60 +9,44 @@
 
 namespace kvl {
 
-/* Where the scales of a tile's keys, or of its values, are in shared memory: bf16
- * [KEYS, groups]. */
-template <int GROUPS> struct tile_scales {
-  char *const at;
-  const int groups; /* GROUPS, or 3 of 4 */
+/* A unit of a warp's task, and what its scores go through. */
+template <class H> struct decode_unit {
+  const kvl_paged_attention_args &a;
+  const split_place &place;
+  const H &hook;
+  const int unit, kv_head;
+  const score_rule rule;
 
-  /* Those of group `group` of two neighbours, of which `key` is the even one. */
-  __device__ __forceinline__ float2 of_two(int key, int group) const {
-    constexpr __nv_bfloat16 BF16 = {};
-    if constexpr (GROUPS == 1) {
-      return unpack2(*(const uint32_t *)(at + key * 2), BF16);
-    } else if constexpr (GROUPS == 2) {
-      const uint2 words = *(const uint2 *)(at + key * 4);
-      const float2 x = unpack2(words.x, BF16), y = unpack2(words.y, BF16);
-      return group ? make_float2(x.y, y.y) : make_float2(x.x, y.x);
-    } else {
-      const __nv_bfloat16 *const x = (const __nv_bfloat16 *)at + key * groups + group;
-      return make_float2(__bfloat162float(x[0]), __bfloat162float(x[groups]));
-    }
-  }
-  __device__ __forceinline__ void clear(int key) const {
-#pragma unroll
-    for (int g = 0; g < GROUPS; g++)
-      if (g < groups) ((uint16_t *)at)[key * groups + g] = 0;
+  __device__ __forceinline__ decode_unit(const kvl_paged_attention_args &args,
+                                         const split_place &place_, const H &hook_, int unit_,
+                                         int kv_head_)
+      : a(args), place(place_), hook(hook_), unit(unit_), kv_head(kv_head_), rule(args) {}
+
+  /* Has the hook change the score of row `row` and a key at index `key`, or at none (-1). */
+  __device__ __forceinline__ void call_hook(float &score, int row, int key, int seq,
+                                            int length) const {
+    const int group0 = (unit - kv_head * (int)place.subgroups.by) * place.rows;
+    const int head = min(group0 + row, place.group - 1);
+    const hook_row of = {seq, a.cache.kv_heads, kv_head, head, length, length - 1};
+    score = hook(score, of, max(key, 0));
+    const query_rows rows = unit_rows(place, seq, unit);
+    if (key >= 0 && row < rows.count)
+      keep_score(hook, (int64_t)seq * a.heads + rows.head0 + row, key, score);
   }
 };
 
-/* The power of two that brings numbers up to `top` to less than 2^15, and what brings them
- * back. top is 2^-112 or more, so that both are normal numbers. */
-constexpr float LEAST_TOP = 0x1p-112f;
-__device__ __forceinline__ float2 f16_unit(float top) {
-  const uint32_t exponent = __float_as_uint(top) & 0x7F800000u;
-  return make_float2(__uint_as_float((268u << 23) - exponent),
-                     __uint_as_float(exponent - (14u << 23)));
-}
-
-template <class T, int D, class C, class H> struct decode_rows {
+template <class T, int D, class C, class H> struct decode_rows : decode_unit<H> {
+  using of_unit = decode_unit<H>;
+  using of_unit::a, of_unit::place, of_unit::unit, of_unit::kv_head, of_unit::rule;
   using shape = decode_shape<D, C>;
   static constexpr bool IN_BYTES = shape::BYTES == 1;
   using M = std::conditional_t<IN_BYTES, __half, T>; /* the type on the tensor cores */
   static constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES, NUMBERS = shape::NUMBERS;
   static constexpr int STEPS = D / (2 * NUMBERS);  /* over the dims, of two pieces each */
   static constexpr int TILES_STEP = D / 8 / STEPS; /* of an mma's results */
-  static constexpr int PIECES_GROUP = PACKED_GROUP / NUMBERS, STEPS_GROUP = PIECES_GROUP / 2;
-  using scales = tile_scales<shape::GROUPS>;
-  using tile_scores = float[KEYS / 8][4]; /* 16 rows x keys 0-7, 8-15, ... */
+  using tile_scores = float[KEYS / 8][4];          /* 16 rows x keys 0-7, 8-15, ... */
 
-  const kvl_paged_attention_args &a;
-  const split_place &place;
-  const H &hook;
-  const int unit, kv_head;
-  int lane;
-  const int row0, row1;
-  const score_rule rule;
+  const int lane, row0, row1;
   float slope0 = 0.f, slope1 = 0.f, scale0, scale1, value_scale = 1.f;
   uint32_t q[D / 16][4];
   float out[D / 8][4], m0, m1, l0, l1;
@@ -75,9 +54,8 @@ template <class T, int D, class C, class H> struct decode_rows {
   __device__ __forceinline__ decode_rows(const kvl_paged_attention_args &args,
                                          const split_place &place_, const H &hook_, int unit_,
                                          int kv_head_)
-      : a(args), place(place_), hook(hook_), unit(unit_), kv_head(kv_head_),
-        lane(threadIdx.x % WARP), row0(lane / 4), row1(row0 + 8), rule(args),
-        scale0(rule.scale), scale1(rule.scale) {}
+      : of_unit(args, place_, hook_, unit_, kv_head_), lane(threadIdx.x % WARP),
+        row0(lane / 4), row1(row0 + 8), scale0(rule.scale), scale1(rule.scale) {}
 
   __device__ __forceinline__ void begin_sequence(int seq) {
     m0 = m1 = -INFINITY;
@@ -110,21 +88,9 @@ template <class T, int D, class C, class H> struct decode_rows {
                                          int length) {
     const uint32_t k_at = shared_address(stage), v_at = k_at + shape::TILE_BYTES;
     tile_scores s = {};
-    if constexpr (packs<C>) {
-      const int groups = shape::GROUPS <= 2 ? shape::GROUPS : a.cache.key.groups;
-      char *const scales_at = stage + 2 * shape::TILE_BYTES;
-      const scales of_keys = {scales_at, groups};
-      const scales of_values = {scales_at + KEYS * 2 * groups, groups};
-      packed_scores(s, k_at, of_keys);
-      weigh(s, indices, seq, length);
-      asm volatile("" : "+r"(lane)); /* or registers would keep addresses from tile to tile */
-      clear_unseen(of_values, indices);
-      packed_values(s, v_at, of_values);
-    } else {
-      scores(s, k_at);
-      weigh(s, indices, seq, length);
-      values(s, v_at);
-    }
+    scores(s, k_at);
+    weigh(s, indices, seq, length);
+    values(s, v_at);
   }
 
   /* s += q K for keys 16 n ... + 15, in step k over the dims. */
@@ -152,44 +118,6 @@ template <class T, int D, class C, class H> struct decode_rows {
       for (int k = 0; k < STEPS; k++) add_products(s, k_at, n, k);
     scale_rows(s, scale0, scale1);
   }
-  /* The same of packed keys: each group of dims has its own sums, which the keys' scales
-   * multiply. The rows' scales come in first: a key's scale alone could lead out of f32. */
-  __device__ __forceinline__ void packed_scores(tile_scores &s, uint32_t k_at,
-                                                const scales &of_keys) const {
-#pragma unroll
-    for (int g = 0; g < shape::GROUPS; g++) {
-      if (g >= of_keys.groups) break;
-      tile_scores sums = {};
-#pragma unroll
-      for (int k = g * STEPS_GROUP; k < (g + 1) * STEPS_GROUP; k++)
-#pragma unroll
-        for (int n = 0; n < KEYS / 16; n++) add_products(sums, k_at, n, k);
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; n++) {
-        const float2 by = of_keys.of_two(n * 8 + lane % 4 * 2, g);
-        s[n][0] += sums[n][0] * (by.x * scale0);
-        s[n][1] += sums[n][1] * (by.y * scale0);
-        s[n][2] += sums[n][2] * (by.x * scale1);
-        s[n][3] += sums[n][3] * (by.y * scale1);
-      }
-    }
-  }
-
-  /* Has the hook change the scores of a key at index `key`, or at none (-1). */
-  __device__ __forceinline__ void call_hook(float &score0, float &score1, int key, int seq,
-                                            int length) const {
-    const int at = max(key, 0), own = length - 1;
-    const int group0 = (unit - kv_head * (int)place.subgroups.by) * place.rows;
-    const int last = place.group - 1, kv_heads = a.cache.kv_heads;
-    const hook_row of0 = {seq, kv_heads, kv_head, min(group0 + row0, last), length, own};
-    const hook_row of1 = {seq, kv_heads, kv_head, min(group0 + row1, last), length, own};
-    score0 = hook(score0, of0, at);
-    score1 = hook(score1, of1, at);
-    const query_rows rows = unit_rows(place, seq, unit);
-    const int64_t row = (int64_t)seq * a.heads + rows.head0;
-    if (key >= 0 && row0 < rows.count) keep_score(hook, row + row0, key, score0);
-    if (key >= 0 && row1 < rows.count) keep_score(hook, row + row1, key, score1);
-  }
 
   /* Turns scaled scores into weights, and brings m, l and out to the new maximum. */
   __device__ __forceinline__ void weigh(tile_scores &s, const int *indices, int seq,
@@ -211,7 +139,10 @@ template <class T, int D, class C, class H> struct decode_rows {
           s[n][c] += slope0 * (float)kvl__apart(key, length - 1);
           s[n][c + 2] += slope1 * (float)kvl__apart(key, length - 1);
         }
-        if constexpr (H::ACTIVE) call_hook(s[n][c], s[n][c + 2], key, seq, length);
+        if constexpr (H::ACTIVE) {
+          this->call_hook(s[n][c], row0, key, seq, length);
+          this->call_hook(s[n][c + 2], row1, key, seq, length);
+        }
         s[n][c] = key < 0 ? -INFINITY : s[n][c];
         s[n][c + 2] = key < 0 ? -INFINITY : s[n][c + 2];
         top0 = fmaxf(top0, s[n][c]);
@@ -261,63 +192,6 @@ template <class T, int D, class C, class H> struct decode_rows {
     }
   }
 
-  /* Gives values that are not seen scales of 0, so that no NaN gets in: their weights are 0. */
-  __device__ __forceinline__ void clear_unseen(const scales &of_values,
-                                               const int *indices) const {
-#pragma unroll
-    for (int n = 0; n < KEYS / 8; n++) {
-      const int key = n * 8 + lane % 4 * 2;
-      const int2 where = *(const int2 *)(indices + key);
-      if (where.x < 0) of_values.clear(key);
-      if (where.y < 0) of_values.clear(key + 1);
-    }
-    __syncwarp();
-  }
-  /* out += P V of packed values, whose scales multiply the weights. For each row and group of
-   * dims the largest product decides on a power of two by which all are brought into f16's
-   * range: what is 2^-39 of it gets lost. */
-  __device__ __forceinline__ void packed_values(const tile_scores &s, uint32_t v_at,
-                                                const scales &of_values) {
-#pragma unroll
-    for (int g = 0; g < shape::GROUPS; g++) {
-      if (g >= of_values.groups) break;
-      tile_scores p;
-      float top0 = LEAST_TOP, top1 = LEAST_TOP;
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; n++) {
-        const float2 by = of_values.of_two(n * 8 + lane % 4 * 2, g);
-#pragma unroll
-        for (int c = 0; c < 4; c++) p[n][c] = s[n][c] * (c % 2 ? by.y : by.x);
-        top0 = fmaxf(top0, fmaxf(fabsf(p[n][0]), fabsf(p[n][1])));
-        top1 = fmaxf(top1, fmaxf(fabsf(p[n][2]), fabsf(p[n][3])));
-      }
-      const float2 unit0 = f16_unit(warp_max<4>(top0)), unit1 = f16_unit(warp_max<4>(top1));
-      scale_rows(p, unit0.x, unit1.x);
-      uint32_t packed[2][4];
-      pack_weights(packed[0], p, 0);
-      pack_weights(packed[1], p, 1);
-#pragma unroll
-      for (int piece = g * PIECES_GROUP; piece < (g + 1) * PIECES_GROUP; piece++) {
-        static_assert(KEYS == 32, "a load has all keys");
-        uint32_t b[4]; /* keys 0-7, 8-15, ... of 16 dims */
-        load_matrices_transposed(b, v_at + tile_byte<PIECES>(lane, piece));
-        float sums[2][4] = {};
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-          const uint2 x = bytes_to_f16<C, true>(b[2 * k]);
-          const uint2 y = bytes_to_f16<C, true>(b[2 * k + 1]);
-          mma(sums[0], packed[k], x.x, y.x, M());
-          mma(sums[1], packed[k], x.y, y.y, M());
-        }
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-#pragma unroll
-          for (int c = 0; c < 4; c++)
-            out[2 * piece + i][c] += sums[i][c] * (c < 2 ? unit0.y : unit1.y);
-      }
-    }
-  }
-
   /* Ends the sums over keys: l becomes the sum over all lanes of a row. */
   __device__ __forceinline__ void end_sums() {
     if constexpr (H::ACTIVE) { /* a head may hide what others see: see paged_mend.cuh */
@@ -331,6 +205,12 @@ template <class T, int D, class C, class H> struct decode_rows {
     }
     l0 = warp_sum<4>(l0);
     l1 = warp_sum<4>(l1);
+  }
+  /* Keeps (m, l) of the rows. */
+  __device__ __forceinline__ void keep_states(float2 *states) const {
+    if (lane % 4) return;
+    states[row0] = make_float2(m0, l0);
+    states[row1] = make_float2(m1, l1);
   }
   /* Keeps the sums of the first `count` rows in memory, [16, D]. */
   __device__ __forceinline__ void keep_sums(float *sums, int count) const {

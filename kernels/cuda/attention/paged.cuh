@@ -328,17 +328,25 @@ __device__ __forceinline__ void load_fragment(uint32_t (&x)[4], const T *q0, con
  * (transposed) a lane gets two dims of two keys, and the columns of a piece's two mma are its
  * even dims and its odd dims. */
 
-/* Four numbers of 8 bits as f16: bytes 0, 1 and bytes 2, 3; or, with ALTERNATE, bytes 0, 2 and
- * bytes 1, 3. Exact: a byte behind 0x64 is the f16 1024 + byte. */
+/* Four int8 plus RAISED each as f16: bytes 0, 1 and bytes 2, 3; or, with ALTERNATE, bytes 0, 2
+ * and bytes 1, 3. Exact: a byte behind 0x64 is the f16 1024 + byte. */
+constexpr int RAISED = 1024 + 128;
+template <class C, bool ALTERNATE = false>
+__device__ __forceinline__ uint2 raised_bytes(uint32_t x) {
+  static_assert(same<C, int8>, "the others have no such form");
+  x ^= 0x80808080u; /* adds 128 to each */
+  return make_uint2(__byte_perm(x, 0x64646464u, ALTERNATE ? 0x4240 : 0x4140),
+                    __byte_perm(x, 0x64646464u, ALTERNATE ? 0x4341 : 0x4342));
+}
+
+/* Four numbers of 8 bits as f16, in the same order. */
 template <class C, bool ALTERNATE = false>
 __device__ __forceinline__ uint2 bytes_to_f16(uint32_t x) {
   if constexpr (same<C, f8e4m3>) {
     return halves_of(ALTERNATE ? __byte_perm(x, 0, 0x3120) : x);
   } else {
-    x ^= 0x80808080u; /* adds 128 to each */
-    uint2 y = {__byte_perm(x, 0x64646464u, ALTERNATE ? 0x4240 : 0x4140),
-               __byte_perm(x, 0x64646464u, ALTERNATE ? 0x4341 : 0x4342)};
-    asm("sub.f16x2 %0, %0, %1;" : "+r"(y.x) : "r"(0x64806480u)); /* 1024 + 128 */
+    uint2 y = raised_bytes<C, ALTERNATE>(x);
+    asm("sub.f16x2 %0, %0, %1;" : "+r"(y.x) : "r"(0x64806480u)); /* RAISED */
     asm("sub.f16x2 %0, %0, %1;" : "+r"(y.y) : "r"(0x64806480u));
     return y;
   }

@@ -20,7 +20,8 @@
  * q, cache, prev_out and out are 16-byte aligned; head_dim is a multiple of 8 up to 256.
  *
  * Kernels   paged_decode.cuh   16-bit q, decode: tensor cores, split-KV; decode_copies.cuh
- *                              copies keys, decode_rows.cuh computes
+ *                              copies keys, decode_rows.cuh computes, decode_packed.cuh over
+ *                              int8
  *           paged_split.cuh    divides a decode's work; paged_combine.cuh joins the results
  *           paged_wgmma.cuh    16-bit q on Hopper, several new tokens a sequence or groups of
  *                              more than 16 heads: TMA, wgmma, split-KV where there are few
@@ -85,13 +86,18 @@ template <template <int, class> class S, class C> decode_kind kind_of_dim(int d)
                     : kind_of<S<256, C>>();
 }
 template <int D, class C> using f32_shape_of = f32_shape<C, D>;
-decode_kind decode_kind_of(int dtype, int codec, int dim) {
+template <int D, class C> using few_rows_of = decode_shape<D, C, packs<C> ? 8 : 16>;
+template <int D, class C> using rows_of = decode_shape<D, C, 16>;
+/* Over packed numbers, groups of up to eight heads have a kernel of their own. */
+constexpr int FEW_ROWS = 8;
+decode_kind decode_kind_of(int dtype, int codec, int dim, int group) {
   if (dtype == KVL_DTYPE_F32 && codec == KVL_CODEC_F32)
     return kind_of_dim<f32_shape_of, float>(dim);
   return with_codec<__half>(codec, [&](auto of) {
     using C = typename decltype(of)::C;
     return dtype == KVL_DTYPE_F32 ? kind_of_dim<f32_shape_of, C>(dim)
-                                  : kind_of_dim<decode_shape, C>(dim);
+           : group <= FEW_ROWS    ? kind_of_dim<few_rows_of, C>(dim)
+                                  : kind_of_dim<rows_of, C>(dim);
   });
 }
 
@@ -113,7 +119,7 @@ size_t place_bytes(const kvl_paged_attention_args &a, const split_place &p, bool
  * some of them would have nothing to do. */
 split_place decode_place(const kvl_paged_attention_args &a, int sm_count, bool hooked) {
   const int group = (int)(a.heads / a.cache.kv_heads), rows = decode_rows(a);
-  const decode_kind kind = decode_kind_of(a.dtype, a.cache.codec, a.cache.key.dim);
+  const decode_kind kind = decode_kind_of(a.dtype, a.cache.codec, a.cache.key.dim, group);
   split_place p = {};
   const int subgroups = ceil_div(group, rows), units = a.cache.kv_heads * subgroups;
   p.group = group;
@@ -164,24 +170,35 @@ int decode_blocks(const split_place &p, int warps) {
   return ceil_div((int64_t)p.shares * p.units.by, warps / p.team());
 }
 
-template <class T, int D, class C>
+/* R: rows that the kernel takes at once. */
+template <class T, int D, class C, int R>
 int launch_decode(const hooked &h, const kvl_cuda_queue *q) {
-  using shape = decode_shape<D, C>;
+  using shape = decode_shape<D, C, R>;
   const kvl_paged_attention_args &a = h.base;
   const split_place place = decode_place(a, q->sm_count, h.hook);
   const int blocks = decode_blocks(place, shape::WARPS);
   if (h.hook) {
     hook_kernel k = {"", blocks, 1, shape::WARPS * WARP, shape::SHARED_BYTES, true};
-    snprintf(k.name, sizeof k.name, "decode_%s_%d%s", type_name<T>, D, codec_suffix<C>);
+    snprintf(k.name, sizeof k.name, "decode_%s_%d%s%s", type_name<T>, D, codec_suffix<C>,
+             !packs<C>       ? ""
+             : R == FEW_ROWS ? "_8"
+                             : "_16");
     int status = launch_hooked(h, k, &a, &place, q);
     return status < 0 ? status : launch_combine(a, place, q);
   }
-  int status = allow_shared<paged_decode<T, D, C>>(q, shape::SHARED_BYTES);
-  if (status == KVL_OK) status = prefer_shared<paged_decode<T, D, C>>(q);
+  int status = allow_shared<paged_decode<T, D, C, R>>(q, shape::SHARED_BYTES);
+  if (status == KVL_OK) status = prefer_shared<paged_decode<T, D, C, R>>(q);
   if (status < 0) return status;
-  status = launch_programmatic(paged_decode<T, D, C>, blocks, shape::WARPS * WARP,
+  status = launch_programmatic(paged_decode<T, D, C, R>, blocks, shape::WARPS * WARP,
                                shape::SHARED_BYTES, q, a, place);
   return status < 0 ? status : launch_combine(a, place, q);
+}
+template <class T, int D, class C>
+int launch_decode_rows(const hooked &h, const kvl_cuda_queue *q) {
+  if constexpr (packs<C>)
+    if (h.base.heads / h.base.cache.kv_heads <= FEW_ROWS)
+      return launch_decode<T, D, C, FEW_ROWS>(h, q);
+  return launch_decode<T, D, C, 16>(h, q);
 }
 
 template <class T, int D, class C = T>
@@ -262,9 +279,9 @@ template <class T> int launch_f32_dim(const hooked &h, const kvl_cuda_queue *q) 
 /* A decode waits for memory, so padding its dims costs nothing. */
 template <class T, class C> int launch_decode_dim(const hooked &h, const kvl_cuda_queue *q) {
   int d = h.base.cache.key.dim;
-  if (d <= 64) return launch_decode<T, 64, C>(h, q);
-  if (d <= 128) return launch_decode<T, 128, C>(h, q);
-  return launch_decode<T, 256, C>(h, q);
+  if (d <= 64) return launch_decode_rows<T, 64, C>(h, q);
+  if (d <= 128) return launch_decode_rows<T, 128, C>(h, q);
+  return launch_decode_rows<T, 256, C>(h, q);
 }
 
 template <class T, class C> int launch_prefill_dim(const hooked &h, const kvl_cuda_queue *q) {
@@ -361,10 +378,11 @@ extern "C" int kvl_cuda_decode_shared(void) {
   using namespace kvl;
   int most = 0;
   for (int codec : {KVL_CODEC_F16, KVL_CODEC_F8E4M3, KVL_CODEC_INT8})
-    for (int dim : {64, 128, 256}) {
-      const int bytes = decode_kind_of(KVL_DTYPE_F16, codec, dim).bytes_shared;
-      if (bytes > most) most = bytes;
-    }
+    for (int dim : {64, 128, 256})
+      for (int group : {1, 16}) {
+        const int bytes = decode_kind_of(KVL_DTYPE_F16, codec, dim, group).bytes_shared;
+        if (bytes > most) most = bytes;
+      }
   return most;
 }
 

@@ -15,15 +15,18 @@
  * with a look-up and a fetch of its own: it happens while the kernels ahead still run.
  *
  * A warp has two halves: decode_copies.cuh looks up keys and copies K and V, decode_rows.cuh
- * computes. This file has its start, its loop over tiles and the end of a sequence.
+ * computes, or decode_packed.cuh over packed numbers. This file has its start, its loop over
+ * tiles and the end of a sequence.
  *
  * K and V of f8e4m3 and int8 stay bytes until they are on their way to the tensor cores, see
- * paged.cuh. The scales of int8 are copied beside their tile. */
+ * paged.cuh. The scales of int8 are copied beside their tile, and a group of up to eight heads
+ * has a kernel of its own there. */
 #ifndef KVL_CUDA_PAGED_DECODE_CUH
 #define KVL_CUDA_PAGED_DECODE_CUH
 
 #include "cuda/barrier.cuh"
 #include "cuda/attention/decode_copies.cuh"
+#include "cuda/attention/decode_packed.cuh"
 #include "cuda/attention/decode_rows.cuh"
 
 namespace kvl {
@@ -56,8 +59,9 @@ template <class S> struct decode_task {
   }
 };
 
-template <class T, int D, class C, class H> struct decode_warp {
-  using shape = decode_shape<D, C>;
+/* R: how many query rows the kernel takes at once. */
+template <class T, int D, class C, class H, int R> struct decode_warp {
+  using shape = decode_shape<D, C, R>;
   static constexpr int STAGES = shape::STAGES;
   static constexpr bool BEGINS_LATE = D > 128 || shape::BYTES == 1; /* registers are short */
 
@@ -66,8 +70,8 @@ template <class T, int D, class C, class H> struct decode_warp {
   decode_memory<shape> &memory;
   char *const shared; /* the rings of all warps */
   const decode_task<shape> task;
-  decode_copies<D, C, H> copies;
-  decode_rows<T, D, C, H> rows;
+  decode_copies<D, C, H, R> copies;
+  std::conditional_t<packs<C>, decode_packed<T, D, C, H, R>, decode_rows<T, D, C, H>> rows;
   uint32_t seq_begin; /* the number of the sequence's first tile */
   int seq, length, tiles;
   int used; /* the last tile's stage; -1: nothing of this sequence is computed yet */
@@ -133,10 +137,12 @@ template <class T, int D, class C, class H> struct decode_warp {
     const uint32_t share_begin = copies.share_begin, share_end = copies.share_end;
     uint32_t tile = share_begin + task.member;
     const uint32_t tiles_each = (share_end - share_begin) >> place.team_shift;
-    const int depth = tiles_each > LONG_SHARE ? STAGES - 1 : 1;
+    const int depth = STAGES > 2 && tiles_each > LONG_SHARE ? STAGES - 1 : 1;
     int stage = 0, fetch_stage = 1, step;
+    auto after = [](int s) { return STAGES == 2 ? s ^ 1 : s + 1 == STAGES ? 0 : s + 1; };
     bool fresh = BEGINS_LATE; /* nothing of this sequence is computed yet */
-    asm volatile("mov.u32 %0, 1;" : "=r"(step));
+    if constexpr (STAGES > 2) asm volatile("mov.u32 %0, 1;" : "=r"(step));
+    else step = 1;
     for (;;) {
       const uint32_t piece_end = min(share_end, seq_begin + tiles);
       if (fresh) begin_sequence();
@@ -147,9 +153,9 @@ template <class T, int D, class C, class H> struct decode_warp {
           else copy_wait<STAGES - 2>();
         }
         __syncwarp(); /* all copies have arrived, and the last tile was read */
-        copies.fetch(fetch_stage);
+        copies.fetch(STAGES == 2 ? stage ^ 1 : fetch_stage);
         copy_commit();
-        fetch_stage = fetch_stage + 1 == STAGES ? 0 : fetch_stage + 1;
+        fetch_stage = after(fetch_stage);
         if (step < depth) {
           step++;
           continue;
@@ -158,7 +164,7 @@ template <class T, int D, class C, class H> struct decode_warp {
       if (tile < piece_end) {
         rows.attend(stage_memory(stage), copies.indices + stage * shape::KEYS, seq, length);
         used = stage;
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        stage = after(stage);
         tile += place.team();
         if (tile < piece_end) continue;
       }
@@ -177,11 +183,8 @@ template <class T, int D, class C, class H> struct decode_warp {
     const query_rows unit = unit_rows(place, seq, task.unit);
     rows.end_sums();
     __syncwarp(); /* the last tile was read */
-    if (task.lane % 4 == 0) {
-      memory.states[task.warp][rows.row0] = make_float2(rows.m0, rows.l0);
-      memory.states[task.warp][rows.row1] = make_float2(rows.m1, rows.l1);
-      if (task.lane == 0) memory.sums_at[task.warp] = task.warp * STAGES + used;
-    }
+    rows.keep_states(memory.states[task.warp]);
+    if (task.lane == 0) memory.sums_at[task.warp] = task.warp * STAGES + used;
     if (used >= 0) rows.keep_sums((float *)stage_memory(used), unit.count);
     named_sync(task.team + 1, place.team() * WARP);
     join(unit);
@@ -219,20 +222,20 @@ template <class T, int D, class C, class H> struct decode_warp {
   }
 };
 
-template <class T, int D, class C, class H>
+template <class T, int D, class C, int R = 16, class H>
 __device__ __forceinline__ void decode(const kvl_paged_attention_args &a,
                                        const split_place &place, const H &hook) {
   extern __shared__ __align__(128) char shared[];
-  __shared__ decode_memory<decode_shape<D, C>> memory;
-  decode_warp<T, D, C, H> warp(a, place, hook, memory, shared);
+  __shared__ decode_memory<decode_shape<D, C, R>> memory;
+  decode_warp<T, D, C, H, R> warp(a, place, hook, memory, shared);
   if (warp.start()) warp.run();
 }
 
-template <class T, int D, class C>
-__global__ void __maxnreg__((decode_shape<D, C>::REGISTERS))
+template <class T, int D, class C, int R = 16>
+__global__ void __maxnreg__((decode_shape<D, C, R>::REGISTERS))
     paged_decode(const __grid_constant__ kvl_paged_attention_args a,
                  const __grid_constant__ split_place place) {
-  decode<T, D, C>(a, place, no_hook());
+  decode<T, D, C, R>(a, place, no_hook());
 }
 
 }  // namespace kvl

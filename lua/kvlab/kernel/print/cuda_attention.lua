@@ -31,11 +31,11 @@ struct policy_hook {
 -- The kernels of attention that are compiled with a hook: header, then the kernel, whose
 -- name is what kernels/cuda/attention/paged_attention.cu asks for.
 local DECODE = [[
-extern "C" __global__ void __maxnreg__((kvl::decode_shape<%d, %s>::REGISTERS))
+extern "C" __global__ void __maxnreg__((kvl::decode_shape<%d, %s, %d>::REGISTERS))
     decode_%s_%d%s(const __grid_constant__ kvl_paged_attention_args a,
                    const __grid_constant__ kvl::split_place place,
                    const __grid_constant__ policy_hook hook) {
-  kvl::decode<%s, %d, %s>(a, place, hook);
+  kvl::decode<%s, %d, %s, %d>(a, place, hook);
 }
 ]]
 local PREFILL = [[
@@ -145,9 +145,10 @@ local function attention_kernel(plan, target)
     return "paged_prefill", PREFILL:format(size, SHORT[q], size, last, CPP[q], size,
       CPP[kv]) .. mend
   end
-  local size = size_for(dim, 64, 128, 256)
-  return "paged_decode", DECODE:format(size, CPP[kv], SHORT[q], size, last, CPP[q], size,
-    CPP[kv]) .. mend
+  local size, rows = size_for(dim, 64, 128, 256), is_packed and group <= 8 and 8 or 16
+  local name = is_packed and ("%s_%d"):format(last, rows) or last
+  return "paged_decode", DECODE:format(size, CPP[kv], rows, SHORT[q], size, name, CPP[q],
+    size, CPP[kv], rows) .. mend
 end
 
 --- A hook is compiled into the attention kernel of a shape.
