@@ -209,8 +209,7 @@ auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
   const bool few = !hooked && few_rows(a, wgmma_shape<D, true, C>::ROWS);
   if constexpr (wgmma_shape<D, false, C>::HAS_BY_ROW)
     if (!hooked && !wgmma_boxes(a.cache))
-      return few ? f(wgmma_shape<D, true, C, true>())
-                                   : f(wgmma_shape<D, false, C, true>());
+      return few ? f(wgmma_shape<D, true, C, true>()) : f(wgmma_shape<D, false, C, true>());
   return few ? f(wgmma_shape<D, true, C>()) : f(wgmma_shape<D, false, C>());
 }
 template <int D, class F>
