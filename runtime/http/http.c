@@ -367,6 +367,16 @@ static int check_options(const kvl_http_options *o) {
   return KVL_OK;
 }
 
+static int copy_early(kvl_http *http, const kvl_http_options *o) {
+  for (int i = 0; i < KVL_HTTP_EARLY; i++) {
+    const size_t bytes = strlen(o->early[i]) + 1;
+    char *copy = kvl__malloc(bytes, "an early answer");
+    if (!copy) return KVL_ERR_NO_MEMORY;
+    http->early[i] = memcpy(copy, o->early[i], bytes);
+  }
+  return KVL_OK;
+}
+
 int kvl_http_open(const kvl_http_options *options, kvl_http **out) {
   KVL__NEED(options);
   KVL__NEED(out);
@@ -386,16 +396,15 @@ int kvl_http_open(const kvl_http_options *options, kvl_http **out) {
                      .extra_max = 8 + options->connections / 8,
                      .bytes_body = options->bytes_body,
                      .ns_arrival = options->us_arrival * 1000};
-  for (int i = 0; i < KVL_HTTP_EARLY; i++) http->early[i] = strdup(options->early[i]);
   pthread_condattr_t attr;
   pthread_condattr_init(&attr);
   pthread_condattr_setclock(&attr, CLOCK_MONOTONIC); /* the clock of kvl_clock_ns */
   pthread_cond_init(&http->changed, &attr);
   pthread_condattr_destroy(&attr);
   raise_files(http->connections_max + http->extra_max + 64);
-  int file = listen_on(options->address, options->port, &http->port);
-  status = file;
-  if (file >= 0) status = start(http, file, options->us_taking);
+  status = copy_early(http, options);
+  int file = status < 0 ? status : listen_on(options->address, options->port, &http->port);
+  status = file < 0 ? file : start(http, file, options->us_taking);
   if (status < 0) {
     http_free(http);
     return status;

@@ -1,5 +1,5 @@
 /* Joins the partial softmaxes of items that paged_wgmma.cuh has divided; wgmma_plan.cuh says
- * where they are. One kernel serves all shapes: it waits for memory. */
+ * where they are. One kernel serves all shapes and head_dims: it waits for memory. */
 #include "args/attention.h"
 #include "cuda/attention/combine_parts.cuh"
 #include "cuda/attention/paged_mend.cuh"
@@ -8,19 +8,10 @@
 namespace kvl {
 namespace {
 
-/* Computes a row again. */
-template <class T>
-__device__ __noinline__ void compute_row_again(const kvl_paged_attention_args &a,
-                                               int64_t row) {
-  const mend_row again(a, row);
-  if (a.cache.codec == KVL_CODEC_F8E4M3) compute_row<T, f8e4m3>(a, again, no_hook());
-  else if (a.cache.codec == KVL_CODEC_INT8) compute_row<T, int8>(a, again, no_hook());
-  else compute_row<T, T>(a, again, no_hook());
-}
-
 /* A warp takes some dims of a query row. The one with the first of them computes the row again
  * if that is necessary (paged_mend.cuh); with a hook, it notes it. Beside work with few rows
  * the kernel starts early, as paged_combine does: what it runs before it waits costs nothing. */
+template <class T, class C>
 __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     wgmma_combine(const __grid_constant__ kvl_paged_attention_args a,
                   const __grid_constant__ wgmma_plan plan, int dim_lanes, bool hooked) {
@@ -65,26 +56,41 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
         write_row(a, end_row(a, row, m, sum), row, dim, x);
       if (hooked && is_first && threadIdx.x % WARP == 0) plan.notes[row] = mends;
     }
-    if (!mends || !is_first || hooked) continue;
-    if (a.dtype == KVL_DTYPE_BF16) compute_row_again<__nv_bfloat16>(a, row);
-    else compute_row_again<__half>(a, row);
+    if (mends && is_first && !hooked) {
+      const mend_row again(a, row);
+      compute_row<T, C>(a, again, no_hook());
+    }
   }
   wait_for_previous();
 #endif
+}
+
+template <class T, class C>
+int launch_codec(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool hooked,
+                 const kvl_cuda_queue *q) {
+  const int64_t items = (int64_t)plan.entries * plan.lanes;
+  const int dim_lanes = combine_dim_lanes(plan.shares * plan.side / items + 2);
+  const int64_t warps = items * plan.rows * ceil_div(a.cache.key.dim / 4, dim_lanes);
+  const int64_t blocks = ceil_div(warps, COMBINE_WARPS), full = 4 * (int64_t)q->sm_count;
+  const int status = prefer_shared<wgmma_combine<T, C>>(q);
+  if (status < 0) return status;
+  return launch_programmatic(wgmma_combine<T, C>, (unsigned)(blocks < full ? blocks : full),
+                             COMBINE_WARPS * WARP, 0, q, a, plan, dim_lanes, hooked);
+}
+template <class T>
+int launch_dtype(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool hooked,
+                 const kvl_cuda_queue *q) {
+  return with_codec<T>(a.cache.codec, [&](auto of) {
+    return launch_codec<T, typename decltype(of)::C>(a, plan, hooked, q);
+  });
 }
 
 }  // namespace
 
 int launch_wgmma_combine(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                          bool hooked, const kvl_cuda_queue *q) {
-  const int64_t items = (int64_t)plan.entries * plan.lanes;
-  const int dim_lanes = combine_dim_lanes(plan.shares * plan.side / items + 2);
-  const int64_t warps = items * plan.rows * ceil_div(a.cache.key.dim / 4, dim_lanes);
-  const int64_t blocks = ceil_div(warps, COMBINE_WARPS), full = 4 * (int64_t)q->sm_count;
-  const int status = prefer_shared<wgmma_combine>(q);
-  if (status < 0) return status;
-  return launch_programmatic(wgmma_combine, (unsigned)(blocks < full ? blocks : full),
-                             COMBINE_WARPS * WARP, 0, q, a, plan, dim_lanes, hooked);
+  return a.dtype == KVL_DTYPE_BF16 ? launch_dtype<__nv_bfloat16>(a, plan, hooked, q)
+                                   : launch_dtype<__half>(a, plan, hooked, q);
 }
 
 }  // namespace kvl
