@@ -152,11 +152,12 @@ local function keep_stored(self, ctx)
   local noted = journal and is_recorded and journal.recording
     or journal and not is_recorded and journal.is_open
   if not noted and not ctx.is_rows then return end
-  local former = ctx.is_rows and self.views.stored[layer]
-  if former and former.step then
+  local stored = self.views.stored
+  if ctx.is_rows and stored[layer] == ctx.step then
     options.fail(("tally: layer %d is stored twice in a step of several tokens, expected "
       .. "once"):format(layer))
   end
+  stored[layer] = ctx.step
   local free = self.views.free_stores
   local entry = not is_recorded and table.remove(free) or tensor.lasting(new_store, self)
   if ctx.is_rows and not entry.after then tensor.lasting(add_rows, entry, ctx.seqs) end
@@ -176,9 +177,7 @@ end
 
 --- The numbers are those of this step's sequences.
 function Store:replayed()
-  local views = self.tally.views
-  ffi.copy(self.firsts, views.host_firsts, 4 * views.heads)
-  views.stored[self.layer] = self
+  ffi.copy(self.firsts, self.tally.views.host_firsts, 4 * self.views.heads)
 end
 
 function Store:forget()
