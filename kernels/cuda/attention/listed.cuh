@@ -18,7 +18,16 @@ constexpr int SPLITS_MAX = 8; /* the largest cluster that every Hopper GPU can p
 struct listed_plan {
   uint8_t *notes;        /* of rows to mend, or NULL: with a hook and 16-bit queries */
   divisor block;         /* tokens per block */
-  int splits, subgroups; /* thread blocks per list, and per group of heads */
+  int splits, subgroups; /* thread blocks per list, a power of two, and per group of heads */
+
+  /* What this block takes: a token of q, a part of its list, a KV head, heads of its group. */
+  __device__ int splits_log() const { return __ffs(splits) - 1; }
+  __device__ int64_t token() const { return blockIdx.x >> splits_log(); }
+  __device__ int split() const { return blockIdx.x & (splits - 1); }
+  __device__ int kv_head() const {
+    return subgroups == 1 ? blockIdx.y : blockIdx.y / (uint32_t)subgroups;
+  }
+  __device__ int subgroup() const { return blockIdx.y - kv_head() * subgroups; }
 };
 
 struct plain_divisor { /* where speed does not matter */
@@ -85,11 +94,11 @@ template <class By = divisor> struct listed_keys {
 __device__ __forceinline__ void ask_for_table(const kvl_paged_attention_args &a,
                                               const listed_plan &plan, int64_t token) {
   if (plan.splits == 1 || a.starts || a.slots || threadIdx.x != 0) return;
-  const int64_t blocks = min(a.max_blocks, 8 * a.max_selected); /* as many as it may need */
-  const int64_t bytes = (blocks * 4 / plan.splits + 31) / 16 * 16;
+  const uint32_t blocks = (uint32_t)min(a.max_blocks, 8 * a.max_selected); /* enough */
+  const uint32_t bytes = ((blocks * 4 >> plan.splits_log()) + 31) / 16 * 16;
   const char *const table = (const char *)(a.tables + token * a.max_blocks);
-  const char *const from = table + blockIdx.x % plan.splits * (bytes - 16);
-  prefetch_bulk((const char *)((uintptr_t)from / 16 * 16), (uint32_t)bytes);
+  const char *const from = table + plan.split() * (bytes - 16);
+  prefetch_bulk((const char *)((uintptr_t)from / 16 * 16), bytes);
 }
 
 /* ---- thread blocks that share a list ---------------------------------------------------- */
@@ -127,7 +136,7 @@ __device__ __forceinline__ void join_listed(const kvl_paged_attention_args &a,
                                             const listed_plan &plan, int64_t row0, int count,
                                             const float2 *states, const float *sums,
                                             float value_scale) {
-  const int splits = plan.splits, split = blockIdx.x % splits;
+  const int splits = plan.splits, split = plan.split();
   splits_sync(splits);
   for (int i = (split * THREADS + (int)threadIdx.x) * 4; i < count * D;
        i += splits * THREADS * 4) {

@@ -5,11 +5,16 @@
  * over its share of the list in tiles of KEYS tokens. K and V of a tile are rows of head_dim
  * numbers anywhere in memory. Neighbouring lanes copy a row, with asynchronous 16-byte
  * copies; two tiles (three for 64 dims of 16 bits) are in flight while one is computed.
- * Meanwhile the threads look up the rows of the tiles after these. Up to 16 heads are the rows
- * of one mma, and the four warps share a tile's keys. More heads take more warps (MW of them
- * along the heads), so that a group reads its tokens once whatever its size. Tiles of f8e4m3
- * have twice the tokens, and so as many bytes; they become f16 on their way to the tensor cores
- * (paged.cuh).
+ * Up to 16 heads are the rows of one mma, and four warps share a tile's keys. More heads take
+ * more of these warps (MW of them along the heads), so that a group reads its tokens once
+ * whatever its size. Tiles of f8e4m3 have twice the tokens, and so as many bytes; they become
+ * f16 on their way to the tensor cores (paged.cuh).
+ *
+ * What a tile takes is a chain that nothing hides: the barrier, copies of another tile, two
+ * products and a softmax between them, in few warps. So the keys of later tiles are looked up
+ * beside it, by a warp that does nothing else, unless that leaves too few registers. It tells
+ * the others the number of each key's row, which they read before they need it. For 16 heads
+ * of 128 bf16 a tile takes about 245 instructions in each warp, and 140 in the one apart.
  *
  * A token that the row may not see is copied as zeros. So the heads of a block, which see the
  * same tokens unless a hook hides some, get no NaN from others.
@@ -27,7 +32,8 @@ namespace kvl {
 
 template <int D, int MW, bool F8> struct listed_shape {
   static constexpr int WARPS = 4, KEYS = F8 && D <= 128 ? 128 : 64;
-  /* Is there a warp more, which only looks up keys? Its registers must be left over. */
+  /* Is there a warp more, which only looks up keys? A quarter of an SM then has three warps of
+   * two blocks, and a thread 168 registers. */
   static constexpr bool APART = MW == 1 ? D <= 128 : D <= 64 && !F8;
   static constexpr int THREADS = (WARPS + APART) * WARP;
   static constexpr int KW = WARPS / MW, KEYS_WARP = KEYS / KW, ROWS = 16 * MW;
@@ -133,12 +139,12 @@ __device__ __forceinline__ void tile_values(float (&out)[DIMS8][4],
   }
 }
 
-/* ---- looking up and copying -------------------------------------------------------------- */
+/* ---- looking up and copying ------------------------------------------------------------- */
 
 /* What a block knows of the tiles in the ring, and of some after them, by turns. */
 template <class shape> struct listed_tiles {
   static constexpr int SLOTS = 8; /* more than shape::TOLD */
-  /* The row of key i * SIDE + side, see row_number, is at [side][i]: in the order of copies. */
+  /* The row of key i * SIDE + side, see row_number, is at [side][i]: by the copies. */
   alignas(16) uint32_t rows[SLOTS][shape::SIDE][shape::COPIES];
   alignas(16) uint32_t seen[SLOTS][shape::WORDS]; /* bit i: the row sees key i */
   int index[SLOTS][shape::KEYS];
@@ -146,8 +152,8 @@ template <class shape> struct listed_tiles {
   static_assert(SLOTS > shape::TOLD, "");
 };
 
-/* A warp that looks up tiles. A lane takes some keys of each, in three steps that each wait for
- * the one before: their entries, their blocks, and where their rows lie, which it tells the
+/* A warp that looks up tiles. A lane takes some keys of each, in three steps that each wait
+ * for the one before: their entries, their blocks, and where their rows lie, which it tells the
  * others. Each step has STRIDE tiles of the block to wait for memory. */
 template <class shape> struct listed_look_up {
   static constexpr int N = shape::KEYS / WARP;
@@ -229,9 +235,8 @@ template <class shape> struct listed_copies {
   const int side;
   const bool inside;
   uint32_t rows[COPIES], seen[shape::WORDS]; /* of the next tile to copy */
-  static constexpr bool EARLY = shape::APART &&
-                                shape::NUMBERS ==
-                                    8; /* are these read while another tile's turn is? */
+  /* Are these read while another tile is attended to? Then they take more registers. */
+  static constexpr bool EARLY = shape::APART && shape::NUMBERS == 8;
 
   __device__ __forceinline__ listed_copies(const listed_keys<> &keys,
                                            const listed_tiles<shape> &tiles_, uint32_t ring)
@@ -439,9 +444,10 @@ template <class T, class C, int D, int MW> struct listed_warp {
 /* The tiles that a block takes of its list. */
 struct listed_share {
   int begin, end;
-  __device__ __forceinline__ listed_share(int64_t keys, int tile, int splits) {
-    const int all = (int)((keys + tile - 1) / tile), each = (all + splits - 1) / splits;
-    begin = min((int)(blockIdx.x % splits) * each, all);
+  __device__ __forceinline__ listed_share(const listed_plan &plan, int64_t keys, int tile) {
+    const int all = (int)((uint32_t)(keys + tile - 1) / tile);
+    const int each = (all + plan.splits - 1) >> plan.splits_log();
+    begin = min(plan.split() * each, all);
     end = min(begin + each, all);
   }
 };
@@ -513,20 +519,19 @@ __device__ __forceinline__ void listed(const kvl_paged_attention_args &a,
   extern __shared__ __align__(128) char shared[];
   __shared__ listed_tiles<shape> tiles;
   __shared__ float2 states[WARPS * 16]; /* (m, l) of the warps' rows */
-  const int64_t token = blockIdx.x / plan.splits;
-  const int kv_head = blockIdx.y / plan.subgroups, warp = threadIdx.x / WARP;
-  const int group = (int)(a.heads / a.cache.kv_heads);
-  const int first = blockIdx.y % plan.subgroups * shape::ROWS;
-  const int count = min(group - first, shape::ROWS);
-  const int64_t row0 = token * a.heads + kv_head * group + first;
+  const int64_t token = plan.token();
+  const int kv_head = plan.kv_head(), warp = threadIdx.x / WARP;
 
   ask_for_table(a, plan, token);
   wait_for_previous();
-  listed_share share(a.max_selected, shape::KEYS, plan.splits);
+  listed_share share(plan, a.max_selected, shape::KEYS);
   int entries[shape::KEYS / WARP];
   listed_look_up<shape>::ask(listed_keys<>::list_of(a, token, kv_head), a.max_selected,
                              share.end, share.begin + warp, entries);
   const listed_keys<> keys(a, plan.block, token, kv_head);
+  const int group = (uint32_t)a.heads / (uint32_t)a.cache.kv_heads;
+  const int first = plan.subgroup() * shape::ROWS, count = min(group - first, shape::ROWS);
+  const int64_t row0 = token * a.heads + kv_head * group + first;
   if (keys.keys == 0) share.end = share.begin;
   listed_look_up<shape> ahead(keys, tiles, share.end, H::ACTIVE || a.alibi);
   ahead.look_up(share.begin + warp, entries, 0);
