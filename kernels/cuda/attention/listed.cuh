@@ -18,7 +18,16 @@ constexpr int SPLITS_MAX = 8; /* the largest cluster that every Hopper GPU can p
 struct listed_plan {
   uint8_t *notes;        /* of rows to mend, or NULL: with a hook and 16-bit queries */
   divisor block;         /* tokens per block */
-  int splits, subgroups; /* thread blocks per list, and per group of heads */
+  int splits, subgroups; /* thread blocks per list, a power of two, and per group of heads */
+
+  /* What this block takes: a token of q, a part of its list, a KV head, heads of its group. */
+  __device__ int splits_log() const { return __ffs(splits) - 1; }
+  __device__ int64_t token() const { return blockIdx.x >> splits_log(); }
+  __device__ int split() const { return blockIdx.x & (splits - 1); }
+  __device__ int kv_head() const {
+    return subgroups == 1 ? blockIdx.y : blockIdx.y / (uint32_t)subgroups;
+  }
+  __device__ int subgroup() const { return blockIdx.y - kv_head() * subgroups; }
 };
 
 struct plain_divisor { /* where speed does not matter */
@@ -37,13 +46,18 @@ template <class By = divisor> struct listed_keys {
   __device__ listed_keys(const kvl_paged_attention_args &args, const By &by, int64_t token,
                          int head)
       : a(args), block(by), kv_head(head), keys((int)args.max_selected), sight(args, token) {
-    const int64_t lists = a.selection_heads, places = a.slot_heads;
-    list = a.listed + (token * lists + (lists > 1 ? head : 0)) * a.max_selected;
+    const int64_t places = a.slot_heads;
+    list = list_of(a, token, head);
     slots = a.slots ? a.slots + (token * places + (places > 1 ? head : 0)) * a.max_selected
                     : nullptr;
     table = a.tables + max(sight.seq, (int64_t)0) * a.max_blocks;
     sight.limit = (int)min((int64_t)sight.limit, a.max_blocks * block.by - 1);
     if (sight.seq < 0) keys = 0;
+  }
+  static __device__ const int32_t *list_of(const kvl_paged_attention_args &a, int64_t token,
+                                           int head) {
+    const int64_t lists = a.selection_heads;
+    return a.listed + (token * lists + (lists > 1 ? head : 0)) * a.max_selected;
   }
   __device__ int64_t to_value() const { return kvl__to_value(&a.cache, kv_head); }
 
@@ -54,6 +68,13 @@ template <class By = divisor> struct listed_keys {
   /* Its block, unchecked, without waiting for the value that the table has. */
   __device__ int block_of(int key, int index) const {
     return index < 0 ? -1 : slots ? slots[key] : table[block.quotient(index)];
+  }
+  /* The number of its row among all rows of the cache, where no numbers are packed. There must
+   * be a block. */
+  __device__ uint32_t row_number(int index, int physical) const {
+    const uint32_t rows = block.by; /* of a strip */
+    const uint32_t token = index - block.quotient(index) * rows;
+    return (physical * (uint32_t)kvl__strips(&a.cache) + kv_head) * rows + token;
   }
   /* Its row. */
   __device__ paged_row row_of(int index, int physical) const {
@@ -66,6 +87,19 @@ template <class By = divisor> struct listed_keys {
     return row_of(index, block_of(key, index));
   }
 };
+
+/* Has the L2 fetch this block's share of its sequence's table, in which it is to look up a few
+ * keys: of a step of decode that is known before anything else is. It is called before
+ * wait_for_previous. */
+__device__ __forceinline__ void ask_for_table(const kvl_paged_attention_args &a,
+                                              const listed_plan &plan, int64_t token) {
+  if (plan.splits == 1 || a.starts || a.slots || threadIdx.x != 0) return;
+  const uint32_t blocks = (uint32_t)min(a.max_blocks, 8 * a.max_selected); /* enough */
+  const uint32_t bytes = ((blocks * 4 >> plan.splits_log()) + 31) / 16 * 16;
+  const char *const table = (const char *)(a.tables + token * a.max_blocks);
+  const char *const from = table + plan.split() * (bytes - 16);
+  prefetch_bulk((const char *)((uintptr_t)from / 16 * 16), bytes);
+}
 
 /* ---- thread blocks that share a list ---------------------------------------------------- */
 
@@ -102,7 +136,7 @@ __device__ __forceinline__ void join_listed(const kvl_paged_attention_args &a,
                                             const listed_plan &plan, int64_t row0, int count,
                                             const float2 *states, const float *sums,
                                             float value_scale) {
-  const int splits = plan.splits, split = blockIdx.x % splits;
+  const int splits = plan.splits, split = plan.split();
   splits_sync(splits);
   for (int i = (split * THREADS + (int)threadIdx.x) * 4; i < count * D;
        i += splits * THREADS * 4) {

@@ -15,10 +15,10 @@ __device__ __forceinline__ void f32_listed(const kvl_paged_attention_args &a,
   constexpr int WARPS = shape::WARPS, KEYS = shape::KEYS;
   extern __shared__ __align__(128) char shared[];
   __shared__ f32_rows<ROWS> sees[WARPS];
-  const int split = blockIdx.x % plan.splits;
-  const int64_t token = blockIdx.x / plan.splits;
-  const int group = (int)(a.heads / a.cache.kv_heads), kv_head = blockIdx.y / plan.subgroups;
-  const int first = blockIdx.y % plan.subgroups * ROWS, heads = min(group - first, ROWS);
+  const int split = plan.split();
+  const int64_t token = plan.token();
+  const int group = (int)(a.heads / a.cache.kv_heads), kv_head = plan.kv_head();
+  const int first = plan.subgroup() * ROWS, heads = min(group - first, ROWS);
   const query_rows rows = {token, kv_head * group + first, heads, heads};
   const int warp = threadIdx.x / WARP;
   wait_for_previous();

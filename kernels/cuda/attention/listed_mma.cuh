@@ -5,11 +5,16 @@
  * over its share of the list in tiles of KEYS tokens. K and V of a tile are rows of head_dim
  * numbers anywhere in memory. Neighbouring lanes copy a row, with asynchronous 16-byte
  * copies; two tiles (three for 64 dims of 16 bits) are in flight while one is computed.
- * Meanwhile the threads look up the rows of the tiles after these. Up to 16 heads are the rows
- * of one mma, and the four warps share a tile's keys. More heads take more warps (MW of them
- * along the heads), so that a group reads its tokens once whatever its size. Tiles of f8e4m3
- * have twice the tokens, and so as many bytes; they become f16 on their way to the tensor cores
- * (paged.cuh).
+ * Up to 16 heads are the rows of one mma, and four warps share a tile's keys. More heads take
+ * more of these warps (MW of them along the heads), so that a group reads its tokens once
+ * whatever its size. Tiles of f8e4m3 have twice the tokens, and so as many bytes; they become
+ * f16 on their way to the tensor cores (paged.cuh).
+ *
+ * What a tile takes is a chain that nothing hides: the barrier, copies of another tile, two
+ * products and a softmax between them, in few warps. So the keys of later tiles are looked up
+ * beside it, by a warp that does nothing else, unless that leaves too few registers. It tells
+ * the others the number of each key's row, which they read before they need it. For 16 heads
+ * of 128 bf16 a tile takes about 245 instructions in each warp, and 140 in the one apart.
  *
  * A token that the row may not see is copied as zeros. So the heads of a block, which see the
  * same tokens unless a hook hides some, get no NaN from others.
@@ -26,14 +31,19 @@
 namespace kvl {
 
 template <int D, int MW, bool F8> struct listed_shape {
-  static constexpr int WARPS = 4, THREADS = WARPS * WARP, KEYS = F8 && D <= 128 ? 128 : 64;
+  static constexpr int WARPS = 4, KEYS = F8 && D <= 128 ? 128 : 64;
+  /* Is there a warp more, which only looks up keys? A quarter of an SM then has three warps of
+   * two blocks, and a thread 168 registers. */
+  static constexpr bool APART = MW == 1 ? D <= 128 : D <= 64 && !F8;
+  static constexpr int THREADS = (WARPS + APART) * WARP;
   static constexpr int KW = WARPS / MW, KEYS_WARP = KEYS / KW, ROWS = 16 * MW;
   static constexpr int NUMBERS = F8 ? 16 : 8; /* per piece */
   static constexpr int PIECES = (D / NUMBERS + 7) / 8 * 8, TILE_BYTES = KEYS * PIECES * 16;
   static constexpr int STAGES = F8 || D > 64 ? 3 : 4, BLOCKS = !F8 && D > 128 ? 1 : 2;
   static constexpr int WORDS = KEYS / WARP;
-  /* Whose turn it is to look up a tile, and how many tiles are looked up at first. */
-  static constexpr int TURNS = THREADS / KEYS, TOLD = (STAGES + TURNS - 1) / TURNS * TURNS;
+  static constexpr int TOLD = STAGES + 1; /* how many tiles are looked up ahead of one */
+  /* Rows that are copied side by side, and how many rows of a tile a thread has a piece of. */
+  static constexpr int SIDE = WARPS * WARP / PIECES, COPIES = KEYS / SIDE;
   static constexpr int SHARED_BYTES = STAGES * 2 * TILE_BYTES;
   static_assert(SHARED_BYTES >= WARPS * 16 * D * 4, "the ring takes the warps' sums");
 };
@@ -42,19 +52,27 @@ template <int D, int MW, bool F8> struct listed_shape {
  * Every fragment is loaded from shared memory while the products of the one before it run:
  * a block has few warps, and none of them could hide that. */
 
-/* s = q K for a warp's 8 N keys, which are rows `row` and on of a tile. */
+/* Where a lane reads pieces 2 n and on of the rows whose first pieces it reads at `first`. All
+ * rows of a tile begin at multiples of 128 bytes. */
+__device__ __forceinline__ uint32_t pair_at(uint32_t first, int n) {
+  return (first ^ n % 4 * 32) + n / 4 * 128;
+}
+
+/* s = q K for a warp's 8 N keys, which are rows `row` and on of a tile. Few keys have two sums
+ * each, so that products wait less for one another. */
 template <bool F8, class M, int PIECES, int N, int K>
 __device__ __forceinline__ void tile_scores(float (&s)[N][4], const uint32_t (&q)[K][4],
                                             uint32_t k_at, int row) {
   constexpr int STEPS = F8 ? K / 2 : K, KEYS16 = N / 2; /* steps over the dims */
+  constexpr int SUMS = !F8 && N == 2 ? 2 : 1;
   const int lane = threadIdx.x % WARP;
+  const uint32_t first = k_at +
+                         tile_byte<PIECES>(row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
   uint32_t b[2][4];
+  float sums[SUMS][N][4] = {};
   auto load = [&](int i) { /* step i / KEYS16 of keys 16 (i % KEYS16) and on */
-                           load_matrices(
-                               b[i % 2],
-                               k_at + tile_byte<PIECES>(
-                                          row + i % KEYS16 * 16 + lane % 8 + lane / 16 * 8,
-                                          2 * (i / KEYS16) + lane / 8 % 2));
+                           load_matrices(b[i % 2], pair_at(first, i / KEYS16) +
+                                                       i % KEYS16 * 16 * PIECES * 16);
   };
   load(0);
 #pragma unroll
@@ -63,161 +81,205 @@ __device__ __forceinline__ void tile_scores(float (&s)[N][4], const uint32_t (&q
     const int k = i / KEYS16, n = i % KEYS16 * 2;
     const uint32_t(&x)[4] = b[i % 2];
     if constexpr (F8) {
-      mma(s[n], q[2 * k], f8_to_f16(x[0]), f8_to_f16(x[0] >> 16), M());
-      mma(s[n + 1], q[2 * k], f8_to_f16(x[2]), f8_to_f16(x[2] >> 16), M());
-      mma(s[n], q[2 * k + 1], f8_to_f16(x[1]), f8_to_f16(x[1] >> 16), M());
-      mma(s[n + 1], q[2 * k + 1], f8_to_f16(x[3]), f8_to_f16(x[3] >> 16), M());
+      float(&even)[N][4] = sums[0], (&odd)[N][4] = sums[SUMS - 1];
+      mma(even[n], q[2 * k], f8_to_f16(x[0]), f8_to_f16(x[0] >> 16), M());
+      mma(even[n + 1], q[2 * k], f8_to_f16(x[2]), f8_to_f16(x[2] >> 16), M());
+      mma(odd[n], q[2 * k + 1], f8_to_f16(x[1]), f8_to_f16(x[1] >> 16), M());
+      mma(odd[n + 1], q[2 * k + 1], f8_to_f16(x[3]), f8_to_f16(x[3] >> 16), M());
     } else {
-      mma(s[n], q[k], x[0], x[1], M());
-      mma(s[n + 1], q[k], x[2], x[3], M());
+      mma(sums[k % SUMS][n], q[k], x[0], x[1], M());
+      mma(sums[k % SUMS][n + 1], q[k], x[2], x[3], M());
     }
   }
+#pragma unroll
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int c = 0; c < 4; c++)
+      s[n][c] = SUMS > 1 ? sums[0][n][c] + sums[SUMS - 1][n][c] : sums[0][n][c];
 }
 
-/* out += P V, as add_values does, for V of f8e4m3. */
-template <int PIECES, int KEYS8, int DIMS8>
-__device__ __forceinline__ void tile_values_f8(float (&out)[DIMS8][4],
-                                               const float (&s)[KEYS8][4], uint32_t v_at,
-                                               int first) {
-  constexpr int PAIRS = DIMS8 / 4; /* of pieces */
+/* out += P V: s has the weights of 8 KEYS8 keys, which are rows `row` and on of a tile. */
+template <bool F8, class M, int PIECES, int KEYS8, int DIMS8>
+__device__ __forceinline__ void tile_values(float (&out)[DIMS8][4],
+                                            const float (&s)[KEYS8][4], uint32_t v_at,
+                                            int row) {
+  constexpr int PAIRS = F8 ? DIMS8 / 4 : DIMS8 / 2; /* of pieces */
   const int lane = threadIdx.x % WARP;
+  const uint32_t first = v_at + tile_byte<PIECES>(row + lane % 16, lane / 16);
   uint32_t b[2][4], p[4];
   auto load = [&](int i) { /* pieces 2 (i % PAIRS), + 1 of keys 16 (i / PAIRS) and on */
                            load_matrices_transposed(
                                b[i % 2],
-                               v_at + tile_byte<PIECES>(first + i / PAIRS * 16 + lane % 16,
-                                                        2 * (i % PAIRS) + lane / 16));
+                               pair_at(first, i % PAIRS) + i / PAIRS * 16 * PIECES * 16);
   };
   load(0);
 #pragma unroll
   for (int i = 0; i < KEYS8 / 2 * PAIRS; i++) {
     if (i + 1 < KEYS8 / 2 * PAIRS) load(i + 1);
     const int k = i / PAIRS, n = i % PAIRS;
-    if (n == 0) {
-      p[0] = pack2(s[2 * k][0], s[2 * k][1], __half());
-      p[1] = pack2(s[2 * k][2], s[2 * k][3], __half());
-      p[2] = pack2(s[2 * k + 1][0], s[2 * k + 1][1], __half());
-      p[3] = pack2(s[2 * k + 1][2], s[2 * k + 1][3], __half());
+    const uint32_t(&x)[4] = b[i % 2];
+    if (n == 0) { /* the scores already have the layout of the next mma's left operand */
+      p[0] = pack2(s[2 * k][0], s[2 * k][1], M());
+      p[1] = pack2(s[2 * k][2], s[2 * k][3], M());
+      p[2] = pack2(s[2 * k + 1][0], s[2 * k + 1][1], M());
+      p[3] = pack2(s[2 * k + 1][2], s[2 * k + 1][3], M());
     }
+    if constexpr (F8) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) { /* a piece has keys 0-7 and 8-15 of 16 dims */
-      const uint32_t x = __byte_perm(b[i % 2][2 * h], 0, 0x3120);
-      const uint32_t y = __byte_perm(b[i % 2][2 * h + 1], 0, 0x3120);
-      mma(out[4 * n + 2 * h], p, f8_to_f16(x), f8_to_f16(y), __half());
-      mma(out[4 * n + 2 * h + 1], p, f8_to_f16(x >> 16), f8_to_f16(y >> 16), __half());
+      for (int h = 0; h < 2; h++) { /* a piece has keys 0-7 and 8-15 of 16 dims */
+        const uint32_t y = __byte_perm(x[2 * h], 0, 0x3120);
+        const uint32_t z = __byte_perm(x[2 * h + 1], 0, 0x3120);
+        mma(out[4 * n + 2 * h], p, f8_to_f16(y), f8_to_f16(z), M());
+        mma(out[4 * n + 2 * h + 1], p, f8_to_f16(y >> 16), f8_to_f16(z >> 16), M());
+      }
+    } else {
+      mma(out[2 * n], p, x[0], x[1], M());
+      mma(out[2 * n + 1], p, x[2], x[3], M());
     }
   }
 }
 
-/* ---- copying ---------------------------------------------------------------------------- */
+/* ---- looking up and copying ------------------------------------------------------------- */
 
 /* What a block knows of the tiles in the ring, and of some after them, by turns. */
 template <class shape> struct listed_tiles {
-  static constexpr int SLOTS = shape::TOLD < 4 ? 4 : 8; /* more than TOLD */
-  long long offset[SLOTS][shape::KEYS];                 /* of a key's row, in bytes */
-  uint32_t seen[SLOTS][shape::WORDS];                   /* bit i: the row sees key i */
+  static constexpr int SLOTS = 8; /* more than shape::TOLD */
+  /* The row of key i * SIDE + side, see row_number, is at [side][i]: by the copies. */
+  alignas(16) uint32_t rows[SLOTS][shape::SIDE][shape::COPIES];
+  alignas(16) uint32_t seen[SLOTS][shape::WORDS]; /* bit i: the row sees key i */
   int index[SLOTS][shape::KEYS];
   static __device__ __forceinline__ int slot(int t) { return (unsigned)t % SLOTS; }
+  static_assert(SLOTS > shape::TOLD, "");
 };
 
-/* The block's copies. A thread looks up one key of a tile, in three steps that each wait for
- * the one before: its entry, its block, and where its row lies, which it tells the others.
- * Threads take TURNS, so that a step's memory has as many tiles to answer. */
-template <class shape> struct listed_copies {
+/* A warp that looks up tiles. A lane takes some keys of each, in three steps that each wait
+ * for the one before: their entries, their blocks, and where their rows lie, which it tells the
+ * others. Each step has STRIDE tiles of the block to wait for memory. */
+template <class shape> struct listed_look_up {
+  static constexpr int N = shape::KEYS / WARP;
+  static constexpr int TURNS = shape::APART ? 2 : 1, STRIDE = shape::APART ? 2 : shape::WARPS;
   const listed_keys<> &keys;
   listed_tiles<shape> &tiles;
-  const int end; /* the tile after the last */
-  const uint32_t ring;
-  const int key, turn;
-  const bool indices; /* are wanted */
-  int token, block;   /* of this thread's key in the next tile of its turn */
-  int entry;          /* in the tile after it */
+  const int end;                        /* the tile after the last */
+  const bool indices;                   /* are wanted */
+  int token[TURNS][N], block[TURNS][N]; /* of the next tile of either turn */
+  int entry[TURNS][N];                  /* of the one after it */
 
-  __device__ __forceinline__ listed_copies(const listed_keys<> &keys_,
-                                           listed_tiles<shape> &tiles_, int end_,
-                                           uint32_t ring_, bool indices_)
-      : keys(keys_), tiles(tiles_), end(end_), ring(ring_),
-        key((int)threadIdx.x % shape::KEYS), turn((int)threadIdx.x / shape::KEYS),
-        indices(indices_) {}
+  __device__ __forceinline__ listed_look_up(const listed_keys<> &keys_,
+                                            listed_tiles<shape> &tiles_, int end_,
+                                            bool indices_)
+      : keys(keys_), tiles(tiles_), end(end_), indices(indices_) {}
 
-  __device__ __forceinline__ bool mine(int t) const { return t % shape::TURNS == turn; }
-  __device__ __forceinline__ int entry_in(int t) const {
-    return t < end ? keys.entry_of(t * shape::KEYS + key) : -1;
+  static __device__ __forceinline__ int key_of(int n) {
+    return n * WARP + threadIdx.x % WARP;
   }
-  /* Waits for an entry, and asks for its block. */
-  __device__ __forceinline__ void look_up(int t, int of, int &token_, int &block_) const {
-    token_ = keys.token_of(of);
-    block_ = keys.block_of(t * shape::KEYS + key, token_);
+
+  /* Asks for the entries of tile `t`, unless it is `end` or after it. */
+  static __device__ __forceinline__ void ask(const int32_t *list, int64_t keys, int end,
+                                             int t, int (&entry)[N]) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      const int key = t * shape::KEYS + key_of(n);
+      entry[n] = t < end && key < keys ? list[key] : -1;
+    }
   }
-  __device__ __forceinline__ void tell(int t, int token_, int block_) {
+  __device__ __forceinline__ void ask(int t, int (&entry_)[N]) const {
+    ask(keys.list, keys.keys, end, t, entry_);
+  }
+  /* Waits for the entries of tile `t`, and asks for their blocks. */
+  __device__ __forceinline__ void look_up(int t, const int (&of)[N], int turn) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      token[turn][n] = keys.token_of(of[n]);
+      block[turn][n] = keys.block_of(t * shape::KEYS + key_of(n), token[turn][n]);
+    }
+  }
+  /* Waits for the blocks of tile `t`. */
+  __device__ __forceinline__ void tell(int t, int turn) const {
     const int slot = tiles.slot(t);
-    const paged_row row = keys.row_of(token_, block_);
-    const unsigned seen = __ballot_sync(ALL_LANES, row.index >= 0);
-    tiles.offset[slot][key] = (long long)row.offset;
-    if (indices) tiles.index[slot][key] = row.index;
-    if (key % WARP == 0) tiles.seen[slot][key / WARP] = seen;
-  }
-
-  /* Copies a tile, of which the others were told before the last barrier, into a stage. */
-  __device__ __forceinline__ void fetch(int t, int stage) {
-    constexpr int PIECES = shape::PIECES, SIDE = shape::THREADS / PIECES; /* rows at a time */
-    const int slot = tiles.slot(t), piece = threadIdx.x % PIECES;
-    uint32_t seen[shape::WORDS], any = 0;
 #pragma unroll
-    for (int h = 0; h < shape::WORDS; h++) any |= seen[h] = tiles.seen[slot][h];
-    if (any == 0) return;
-    const kvl_pages &pages = keys.a.cache;
-    const bool inside = piece * shape::NUMBERS < pages.key.dim;
-    const char *const cache = (const char *)pages.memory + piece * 16;
-    const int64_t to_value = keys.to_value();
-    const uint32_t k_at = ring + stage * 2 * shape::TILE_BYTES;
-    const int side = threadIdx.x / PIECES; /* rows of a copy are of one word of seen */
-    static_assert(WARP % SIDE == 0, "");
-    long long offset[shape::KEYS / SIDE];
-#pragma unroll
-    for (int i = 0; i < shape::KEYS / SIDE; i++)
-      offset[i] = tiles.offset[slot][i * SIDE + side];
-#pragma unroll
-    for (int i = 0; i < shape::KEYS / SIDE; i++) {
-      const bool valid = seen[i * SIDE / WARP] >> (i * SIDE % WARP + side) & 1 && inside;
-      const char *const k = cache + offset[i];
-      const uint32_t to = k_at + tile_byte<PIECES>(i * SIDE + side, piece);
-      copy_async(to, k, valid); /* else zeros: no NaN gets in, and nothing is read */
-      copy_async(to + shape::TILE_BYTES, k + to_value, valid);
+    for (int n = 0; n < N; n++) {
+      const int key = key_of(n), physical = block[turn][n], index = token[turn][n];
+      const bool is = physical >= 0 && physical < keys.a.cache.blocks;
+      const unsigned seen = __ballot_sync(ALL_LANES, is);
+      tiles.rows[slot][key % shape::SIDE][key / shape::SIDE] = keys.row_number(max(index, 0),
+                                                                               physical);
+      if (indices) tiles.index[slot][key] = is ? index : -1;
+      if (threadIdx.x % WARP == 0) tiles.seen[slot][n] = seen;
     }
   }
-
-  /* Begins: STAGES - 1 tiles from `t` on. Their look-ups wait for memory together. */
+  /* Asks for this warp's tiles from `t` on. */
   __device__ __forceinline__ void begin(int t) {
-    constexpr int FIRST = shape::STAGES - 1, OWN = shape::TOLD / shape::TURNS;
-    const int first = t + (turn + shape::TURNS - t % shape::TURNS) %
-                              shape::TURNS; /* this thread's first tile */
-    int entries[OWN + 1], tokens[OWN], blocks[OWN];
+    int first[TURNS][N];
 #pragma unroll
-    for (int s = 0; s <= OWN; s++) entries[s] = entry_in(first + s * shape::TURNS);
-    entry = entry_in(first + (OWN + 1) * shape::TURNS);
+    for (int i = 0; i < TURNS; i++) ask(t + i, first[i]);
 #pragma unroll
-    for (int s = 0; s < OWN; s++)
-      look_up(first + s * shape::TURNS, entries[s], tokens[s], blocks[s]);
-    look_up(first + OWN * shape::TURNS, entries[OWN], token, block);
+    for (int i = 0; i < TURNS; i++) ask(t + STRIDE + i, entry[i]);
 #pragma unroll
-    for (int s = 0; s < OWN; s++) tell(first + s * shape::TURNS, tokens[s], blocks[s]);
-    __syncthreads();
-#pragma unroll
-    for (int s = 0; s < FIRST; s++) {
-      fetch(t + s, s);
-      copy_commit();
-    }
+    for (int i = 0; i < TURNS; i++) look_up(t + i, first[i], i);
   }
-  /* Copies tile `t` into a stage, and looks up the next ones. */
-  __device__ __forceinline__ void next(int t, int stage) {
-    fetch(t, stage);
-    copy_commit();
-    const int ahead = t + shape::TOLD - (shape::STAGES - 1);
-    if (!mine(ahead)) return;
-    tell(ahead, token, block);
-    look_up(ahead + shape::TURNS, entry, token, block);
-    entry = entry_in(ahead + 2 * shape::TURNS);
+  /* Tells of tile `t`, and takes the next steps for tiles after it. */
+  __device__ __forceinline__ void next(int t, int turn) {
+    tell(t, turn);
+    look_up(t + STRIDE, entry[turn], turn);
+    ask(t + 2 * STRIDE, entry[turn]);
+  }
+};
+
+/* A thread's part of the copies: a piece of every SIDE-th row. */
+template <class shape> struct listed_copies {
+  static constexpr int PIECES = shape::PIECES, SIDE = shape::SIDE, COPIES = shape::COPIES;
+  const listed_tiles<shape> &tiles;
+  const char *key, *value;      /* this thread's piece of the cache's first rows */
+  const uint32_t bytes_row, to; /* in stage 0 */
+  const int side;
+  const bool inside;
+  uint32_t rows[COPIES], seen[shape::WORDS]; /* of the next tile to copy */
+  /* Are these read while another tile is attended to? Then they take more registers. */
+  static constexpr bool EARLY = shape::APART && shape::NUMBERS == 8;
+
+  __device__ __forceinline__ listed_copies(const listed_keys<> &keys,
+                                           const listed_tiles<shape> &tiles_, uint32_t ring)
+      : tiles(tiles_), key((const char *)keys.a.cache.memory + keys.a.cache.key.begin +
+                           threadIdx.x % PIECES * 16),
+        value(key + keys.to_value()), bytes_row(keys.a.cache.key.bytes_row),
+        to(ring + tile_byte<PIECES>(threadIdx.x / PIECES, threadIdx.x % PIECES)),
+        side(threadIdx.x / PIECES),
+        inside((int)(threadIdx.x % PIECES) * shape::NUMBERS < keys.a.cache.key.dim) {
+    opaque(key);
+    opaque(value);
+  }
+
+  /* Reads what the others told of a tile before the last barrier. */
+  __device__ __forceinline__ void read(int t) {
+    const int slot = tiles.slot(t);
+    const pack<uint32_t, COPIES> x = load_pack<COPIES>(tiles.rows[slot][side]);
+    const pack<uint32_t, shape::WORDS> y = load_pack<shape::WORDS>(tiles.seen[slot]);
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) rows[i] = x.at[i];
+#pragma unroll
+    for (int h = 0; h < shape::WORDS; h++) seen[h] = y.at[h];
+  }
+  /* Copies that tile into a stage. */
+  __device__ __forceinline__ void fetch(int stage) {
+    uint32_t any = 0, own[shape::WORDS];
+#pragma unroll
+    for (int h = 0; h < shape::WORDS; h++) {
+      any |= seen[h];
+      own[h] = inside ? seen[h] >> side : 0;
+    }
+    if (any == 0) return;
+    static_assert(WARP % SIDE == 0, "a copy's rows are of one word of seen");
+    static_assert(SIDE % 4 == 0, "rows side by side have the same mix, or differ by 4 in it");
+    const uint32_t at = to + stage * 2 * shape::TILE_BYTES;
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) {
+      const bool valid = own[i * SIDE / WARP] >> (i * SIDE % WARP) & 1;
+      const uint64_t from = (uint64_t)rows[i] * bytes_row;
+      const uint32_t k_at = (SIDE % 8 == 0 ? at : at ^ i % 2 * 64) + i * SIDE * PIECES * 16;
+      copy_async(k_at, key + from, valid); /* else zeros: no NaN gets in, nothing is read */
+      copy_async(k_at + shape::TILE_BYTES, value + from, valid);
+    }
   }
 };
 
@@ -231,6 +293,7 @@ template <class T, class C, int D, int MW> struct listed_warp {
   using M = std::conditional_t<F8, __half, T>; /* the type on the tensor cores */
   static constexpr int KEYS_WARP = shape::KEYS_WARP, PIECES = shape::PIECES;
   static constexpr int OWN = (KEYS_WARP + WARP - 1) / WARP; /* words of this warp's keys */
+  static constexpr float SLACK = 8.f;
   static constexpr uint32_t EVERY = ~0u >> (WARP * OWN - KEYS_WARP);
   const listed_keys<> &keys;
   const int64_t row0;     /* of [tokens, heads]: the block's first */
@@ -239,6 +302,7 @@ template <class T, class C, int D, int MW> struct listed_warp {
   uint32_t q[D / 16][4];
   float scale0, scale1, slope0, slope1;
   float out[D / 8][4], m0, m1, l0, l1;
+  uint32_t bits[OWN], any, every; /* of the next tile: see look */
 
   static __device__ int lane() { return threadIdx.x % WARP; }
   static __device__ int key0() { return threadIdx.x / WARP % shape::KW * KEYS_WARP; }
@@ -269,19 +333,16 @@ template <class T, class C, int D, int MW> struct listed_warp {
     l0 = l1 = 0.f;
   }
 
-  /* Which of this warp's keys the row sees; false: none of them. */
-  __device__ static bool look(const uint32_t (&seen)[shape::WORDS], uint32_t (&bits)[OWN],
-                              bool &all) {
-    uint32_t any = 0, every = EVERY;
+  /* Reads which of this warp's keys of a tile the row sees. */
+  __device__ __forceinline__ void look(const listed_tiles<shape> &tiles, int t) {
+    any = 0, every = EVERY;
 #pragma unroll
     for (int w = 0; w < OWN; w++) {
       const int key = key0() + w * WARP;
-      bits[w] = seen[key / WARP] >> key % WARP & EVERY;
+      bits[w] = tiles.seen[tiles.slot(t)][key / WARP] >> key % WARP & EVERY;
       any |= bits[w];
       every &= bits[w];
     }
-    all = every == EVERY;
-    return any != 0;
   }
 
   /* Turns products into scores: what changes them by the index of their key. */
@@ -313,7 +374,7 @@ template <class T, class C, int D, int MW> struct listed_warp {
       }
   }
 
-  __device__ void mask(float (&s)[KEYS_WARP / 8][4], const uint32_t (&bits)[OWN]) const {
+  __device__ void mask(float (&s)[KEYS_WARP / 8][4]) const {
 #pragma unroll
     for (int n = 0; n < KEYS_WARP / 8; n++)
 #pragma unroll
@@ -322,7 +383,8 @@ template <class T, class C, int D, int MW> struct listed_warp {
           s[n][c] = s[n][c + 2] = -INFINITY;
   }
 
-  /* Takes scores into the softmax; they become weights. */
+  /* Takes scores into the softmax; they become weights. They count from a row's largest score,
+   * or from one that is up to SLACK less: that spares most tiles the way to a new one. */
   __device__ void weigh(float (&s)[KEYS_WARP / 8][4]) {
     float top0 = m0, top1 = m1;
 #pragma unroll
@@ -332,20 +394,18 @@ template <class T, class C, int D, int MW> struct listed_warp {
         top0 = fmaxf(top0, s[n][c]);
         top1 = fmaxf(top1, s[n][c + 2]);
       }
-    raise_maxima(top0, top1, m0, m1, l0, l1, out);
+    if (__any_sync(ALL_LANES, top0 > m0 + SLACK || top1 > m1 + SLACK))
+      raise_maxima(top0, top1, m0, m1, l0, l1, out);
     weigh_rows(s, finite_shift(m0), finite_shift(m1), l0, l1);
   }
 
-  /* Attends to tile `t` in stage `stage` of the ring. */
+  /* Attends to tile `t` in stage `stage` of the ring, after a look. */
   template <class H>
   __device__ void attend(const listed_tiles<shape> &tiles, int t, int stage, uint32_t ring,
                          const H &hook) {
-    uint32_t bits[OWN];
-    bool all;
-    const int slot = tiles.slot(t);
-    if (!look(tiles.seen[slot], bits, all)) return;
+    if (any == 0) return;
     const uint32_t k_at = ring + stage * 2 * shape::TILE_BYTES;
-    float s[KEYS_WARP / 8][4] = {}; /* 16 rows x keys 0-7, 8-15, ... */
+    float s[KEYS_WARP / 8][4]; /* 16 rows x keys 0-7, 8-15, ... */
     tile_scores<F8, M, PIECES>(s, q, k_at, key0());
     scale_rows(s, scale0, scale1);
     if (rule.cap != 0.f) {
@@ -354,12 +414,11 @@ template <class T, class C, int D, int MW> struct listed_warp {
 #pragma unroll
         for (int c = 0; c < 4; c++) s[n][c] = rule.cap * tanh_fast(s[n][c]);
     }
-    if (H::ACTIVE || keys.a.alibi) bias(s, tiles.index[slot], hook);
-    if (!all) mask(s, bits);
+    if (H::ACTIVE || keys.a.alibi) bias(s, tiles.index[tiles.slot(t)], hook);
+    if (every != EVERY) mask(s);
     weigh(s);
     const uint32_t v_at = k_at + shape::TILE_BYTES;
-    if constexpr (F8) tile_values_f8<PIECES>(out, s, v_at, key0());
-    else add_values<T, PIECES>(out, s, v_at, key0(), lane());
+    tile_values<F8, M, PIECES>(out, s, v_at, key0());
   }
 
   /* Stores the partial softmax for join_listed. The sums take the ring's place. */
@@ -382,51 +441,115 @@ template <class T, class C, int D, int MW> struct listed_warp {
   }
 };
 
+/* The tiles that a block takes of its list. */
+struct listed_share {
+  int begin, end;
+  __device__ __forceinline__ listed_share(const listed_plan &plan, int64_t keys, int tile) {
+    const int all = (int)((uint32_t)(keys + tile - 1) / tile);
+    const int each = (all + plan.splits - 1) >> plan.splits_log();
+    begin = min(plan.split() * each, all);
+    end = min(begin + each, all);
+  }
+};
+
+/* What the warps that compute do with the tiles of their block. Before the first barrier they
+ * were told of the first shape::TOLD. */
+template <class W, class L, class H>
+__device__ __forceinline__ void attend_tiles(W &rows, L &ahead, const listed_share &share,
+                                             uint32_t ring, const H &hook) {
+  using shape = typename W::shape;
+  constexpr int STAGES = shape::STAGES;
+  listed_copies<shape> copies(rows.keys, ahead.tiles, ring);
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) {
+    copies.read(share.begin + s);
+    copies.fetch(s);
+    copy_commit();
+  }
+  if (copies.EARLY) copies.read(share.begin + STAGES - 1);
+  int stage = 0, turn = 0; /* turn: the warp that looks up a tile */
+  for (int t = share.begin; t < share.end; t++) {
+    if (copies.EARLY) rows.look(ahead.tiles, t);
+    copy_wait<STAGES - 2>();
+    __syncthreads(); /* tile t is complete, and the one before it was read */
+    if (!copies.EARLY) copies.read(t + STAGES - 1);
+    copies.fetch(stage == 0 ? STAGES - 1 : stage - 1);
+    copy_commit();
+    if (copies.EARLY) copies.read(t + STAGES);
+    if (!shape::APART) {
+      if ((int)threadIdx.x / WARP == turn) ahead.next(t + shape::TOLD, 0);
+      turn = (turn + 1) % shape::WARPS;
+    }
+    if (!copies.EARLY) rows.look(ahead.tiles, t);
+    rows.attend(ahead.tiles, t, stage, ring, hook);
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+  }
+  copy_wait<0>();
+  if constexpr (H::ACTIVE) { /* a head may hide what others see: see paged_mend.cuh */
+#pragma unroll
+    for (auto &x : rows.out) {
+      rows.l0 += (x[0] + x[1]) * 0.f;
+      rows.l1 += (x[2] + x[3]) * 0.f;
+    }
+  }
+}
+
+/* What the warp does that only looks up keys. It has the barriers of attend_tiles. */
+template <class L>
+__device__ __forceinline__ void look_ahead(L &ahead, const listed_share &share, int told) {
+  ahead.begin(share.begin + told);
+  __syncthreads();
+  for (int t = share.begin; t < share.end; t++) {
+    __syncthreads();
+    ahead.next(t + told, 0);
+    if (++t == share.end) break;
+    __syncthreads();
+    ahead.next(t + told, L::TURNS - 1);
+  }
+}
+
 template <class T, class C, int D, int MW, class H>
 __device__ __forceinline__ void listed(const kvl_paged_attention_args &a,
                                        const listed_plan &plan, const H &hook) {
   using of_warp = listed_warp<T, C, D, MW>;
   using shape = typename of_warp::shape;
-  constexpr int STAGES = shape::STAGES;
+  constexpr int WARPS = shape::WARPS, TOLD = shape::TOLD;
+  static_assert(TOLD == WARPS || (shape::APART && TOLD == WARPS + 1),
+                "every warp looks up one tile at first");
   extern __shared__ __align__(128) char shared[];
   __shared__ listed_tiles<shape> tiles;
-  __shared__ float2 states[shape::WARPS * 16]; /* (m, l) of the warps' rows */
-  const int split = blockIdx.x % plan.splits;
-  const int64_t token = blockIdx.x / plan.splits;
-  const int kv_head = blockIdx.y / plan.subgroups;
-  const int group = (int)(a.heads / a.cache.kv_heads);
-  const int first = blockIdx.y % plan.subgroups * shape::ROWS;
-  const int count = min(group - first, shape::ROWS);
-  const int64_t row0 = token * a.heads + kv_head * group + first;
-  const uint32_t ring = shared_address(shared);
+  __shared__ float2 states[WARPS * 16]; /* (m, l) of the warps' rows */
+  const int64_t token = plan.token();
+  const int kv_head = plan.kv_head(), warp = threadIdx.x / WARP;
 
+  ask_for_table(a, plan, token);
   wait_for_previous();
+  listed_share share(plan, a.max_selected, shape::KEYS);
+  int entries[shape::KEYS / WARP];
+  listed_look_up<shape>::ask(listed_keys<>::list_of(a, token, kv_head), a.max_selected,
+                             share.end, share.begin + warp, entries);
   const listed_keys<> keys(a, plan.block, token, kv_head);
-  const int tiles_all = (keys.keys + shape::KEYS - 1) / shape::KEYS;
-  const int each = (tiles_all + plan.splits - 1) / plan.splits;
-  const int begin = min(split * each, tiles_all), end = min(begin + each, tiles_all);
-  listed_copies<shape> copies(keys, tiles, end, ring, H::ACTIVE || a.alibi);
-  copies.begin(begin);
-  of_warp rows(keys, row0, first, count);
-  int stage = 0;
-  for (int t = begin; t < end; t++, stage = stage + 1 == STAGES ? 0 : stage + 1) {
-    copy_wait<STAGES - 2>();
-    __syncthreads(); /* tile t is complete, and the one before it was read */
-    copies.next(t + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
-    rows.attend(tiles, t, stage, ring, hook);
+  const int group = (uint32_t)a.heads / (uint32_t)a.cache.kv_heads;
+  const int first = plan.subgroup() * shape::ROWS, count = min(group - first, shape::ROWS);
+  const int64_t row0 = token * a.heads + kv_head * group + first;
+  if (keys.keys == 0) share.end = share.begin;
+  listed_look_up<shape> ahead(keys, tiles, share.end, H::ACTIVE || a.alibi);
+  ahead.look_up(share.begin + warp, entries, 0);
+  if (warp < WARPS) {
+    of_warp rows(keys, row0, first, count);
+    ahead.tell(share.begin + warp, 0);
+    if (!shape::APART) ahead.begin(share.begin + warp + TOLD);
+    __syncthreads();
+    attend_tiles(rows, ahead, share, shared_address(shared), hook);
+    let_next_start();
+    __syncthreads(); /* the ring was read */
+    rows.store(states, (float *)shared);
+  } else {
+    if (TOLD > WARPS) ahead.tell(share.begin + warp, 0);
+    look_ahead(ahead, share, TOLD);
+    let_next_start();
+    __syncthreads();
   }
-  copy_wait<0>();
-  let_next_start();
-
-  __syncthreads();           /* the ring was read */
-  if constexpr (H::ACTIVE) { /* a head may hide what others see: see paged_mend.cuh */
-#pragma unroll
-    for (int n = 0; n < D / 8; n++) {
-      rows.l0 += (rows.out[n][0] + rows.out[n][1]) * 0.f;
-      rows.l1 += (rows.out[n][2] + rows.out[n][3]) * 0.f;
-    }
-  }
-  rows.store(states, (float *)shared);
   join_listed<shape::KW, 16, D, true, shape::THREADS>(
       a, plan, row0, count, states, (const float *)shared,
       a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f);

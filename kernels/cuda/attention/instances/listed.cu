@@ -103,11 +103,17 @@ template <class C> int launch_f32_dim(const hooked &h, const kvl_cuda_queue *q) 
   return launch_f32_group<C, 256>(h, q);
 }
 
+/* Do 32 bits number the rows of a cache? If not, it has more than 64 GiB in one layer. */
+bool numbers_rows(const kvl_pages &p) {
+  return p.blocks * kvl__strips(&p) * p.block_size < (int64_t)1 << 32;
+}
+
 template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
   return with_codec<T>(h.base.cache.codec, [&](auto of) {
     using C = typename decltype(of)::C;
-    if constexpr (packs<C>) return launch_f32_dim<C>(h, q);
-    else return launch_dim<T, C>(h, q);
+    if constexpr (!packs<C>)
+      if (numbers_rows(h.base.cache)) return launch_dim<T, C>(h, q);
+    return launch_f32_dim<C>(h, q);
   });
 }
 
