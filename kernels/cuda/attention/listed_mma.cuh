@@ -153,8 +153,8 @@ template <class shape> struct listed_tiles {
 };
 
 /* A warp that looks up tiles. A lane takes some keys of each, in three steps that each wait
- * for the one before: their entries, their blocks, and where their rows lie, which it tells the
- * others. Each step has STRIDE tiles of the block to wait for memory. */
+ * for the one before: their entries, their blocks, and where their rows lie, which it tells
+ * the others. Each step has STRIDE tiles of the block to wait for memory. */
 template <class shape> struct listed_look_up {
   static constexpr int N = shape::KEYS / WARP;
   static constexpr int TURNS = shape::APART ? 2 : 1, STRIDE = shape::APART ? 2 : shape::WARPS;
