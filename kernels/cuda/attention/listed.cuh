@@ -98,7 +98,7 @@ __device__ __forceinline__ void ask_for_table(const kvl_paged_attention_args &a,
   const uint32_t bytes = ((blocks * 4 >> plan.splits_log()) + 31) / 16 * 16;
   const char *const table = (const char *)(a.tables + token * a.max_blocks);
   const char *const from = table + plan.split() * (bytes - 16);
-  prefetch_bulk((const char *)((uintptr_t)from / 16 * 16), bytes);
+  prefetch_bulk((const char *)((uint64_t)from / 16 * 16), bytes);
 }
 
 /* ---- thread blocks that share a list ---------------------------------------------------- */
