@@ -84,16 +84,6 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* d = c + a b, of which c stays as it is. */
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                    uint32_t b1, const float (&c)[4], __half) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-               "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
-               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]),
-                 "f"(c[1]), "f"(c[2]), "f"(c[3]));
-}
-
 /* Transposes a matrix of 8 x 8 16-bit numbers, of which a lane has two neighbours, columns
  * 2 (l%4) and + 1 of row l/4. */
 __device__ __forceinline__ uint32_t turn_matrix(uint32_t x) {

@@ -15,16 +15,17 @@
  * 0-7 of the mma, and the odd dims, which are its rows 8-15: its sums are of dims 2 i and
  * 2 i + 1. P^T has to be turned around (movmatrix) on its way from one product to the other.
  *
- * A number n becomes the f16 number n + RAISED, which takes no subtraction. Products start at
- * -RAISED times the sum of their other operand, which takes that away again. What this costs
- * of the sums' accuracy is little beside what the weights lose as f16.
+ * A number n of a key becomes the f16 number n + RAISED, which takes no subtraction. Products
+ * start at -RAISED times the sum of the row's q, which takes that away again. Numbers of values
+ * are exact: what one key's large scale would leave of RAISED may be more than all other keys
+ * add to a dim where that key has 0.
  *
  * A row's weights count from the largest score of their own tile, which makes them as exact
  * where a tile matters little as where it matters most.
  *
- * Eight rows and head_dim 128 take about 840 instructions for a tile of 32 keys, 215 of which
- * copy another one (nvcc 13.0, sm_90a): 26 a key. With query rows as the mma's rows and a
- * subtraction for each number it was 41. An H200 at 4.56 TB/s and 1.755 GHz brings a scheduler
+ * Eight rows and head_dim 128 take about 900 instructions for a tile of 32 keys, 215 of which
+ * copy another one (nvcc 13.0, sm_90a): 28 a key. With query rows as the mma's rows and a
+ * subtraction for each number of keys, too, it was 41. An H200 at 4.56 TB/s and 1.755 GHz brings a scheduler
  * a key, its value and their scales every 53 cycles. */
 #ifndef KVL_CUDA_DECODE_PACKED_CUH
 #define KVL_CUDA_DECODE_PACKED_CUH
@@ -326,7 +327,7 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
       if (g >= of_values.groups) break;
-      float by[4], back[EIGHTS][2], less[EIGHTS][4];
+      float by[4], back[EIGHTS][2];
       uint32_t p[EIGHTS][4];
       of_values.of_four(by, lane / 4 * 4, g);
 #pragma unroll
@@ -338,21 +339,21 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
                           NARROW;
 #pragma unroll
       for (int t = 0; t < EIGHTS; t++)
-        pack_weights(p[t], back[t], less[t], s[t], by, __uint_as_float(most), narrow);
+        pack_weights(p[t], back[t], s[t], by, __uint_as_float(most), narrow);
 #pragma unroll
       for (int piece = g * PIECES_GROUP; piece < (g + 1) * PIECES_GROUP; piece++) {
         uint32_t b[4], dims[2][4]; /* of matrices 0 and 1, 2 and 3 */
         load_matrices_transposed(b, piece_at(at, piece) + shape::TILE_BYTES);
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          const uint2 x = raised_bytes<C, true>(b[2 * h]);
-          const uint2 y = raised_bytes<C, true>(b[2 * h + 1]);
+          const uint2 x = bytes_to_f16<C, true>(b[2 * h]);
+          const uint2 y = bytes_to_f16<C, true>(b[2 * h + 1]);
           dims[h][0] = x.x, dims[h][1] = x.y, dims[h][2] = y.x, dims[h][3] = y.y;
         }
 #pragma unroll
         for (int t = 0; t < EIGHTS; t++) {
-          float sums[4];
-          mma(sums, dims[0], p[t][0], p[t][1], less[t], M());
+          float sums[4] = {};
+          mma(sums, dims[0], p[t][0], p[t][1], M());
           mma(sums, dims[1], p[t][2], p[t][3], M());
 #pragma unroll
           for (int c = 0; c < 4; c++)
@@ -364,7 +365,6 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
   /* The products of eight rows' weights and values' scales, as the mma's right operand; what
    * brings their sums back; and at what these start. */
   __device__ __forceinline__ static void pack_weights(uint32_t (&p)[4], float (&back)[2],
-                                                      float (&less)[4],
                                                       const float (&s)[4][2],
                                                       const float (&by)[4], float most,
                                                       bool narrow) {
@@ -388,9 +388,6 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
 #pragma unroll
     for (int e = 0; e < 4; e++)
       p[e] = turn_matrix(pack2(x[e][0] * up[0], x[e][1] * up[1], M()));
-    less[0] = less[1] = less[2] = less[3] = 0.f;
-    take_raised(less, p[0], p[1]);
-    take_raised(less, p[2], p[3]);
   }
 
   /* Ends the sums over keys: l becomes the sum over all lanes of a row. */
