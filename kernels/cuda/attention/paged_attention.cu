@@ -43,7 +43,7 @@
  *             selected, 10% of 16 x 32K  86.2 us; 5% of 1 x 128K  21.4 us
  *           f8e4m3 16 x 32K 367 us, 0.949 R of half the bytes; f32 q 16 x 32K 726 us, 0.958 R
  *           (R 3088 GB/s; `kvlab bench` of 066100f, R 3166: 0.99 R and 183, 184, 356 us);
- *           int8 16 x 32K 341 us, 0.72 R of its bytes (H200, R 4562 GB/s, 2026-11-26)
+ *           int8 16 x 32K 278 us, 0.88 R of its bytes (H200, R 4535 GB/s, 2026-11-26)
  *           The other shapes, and versions with their times: kernels/dev/decode.cu
  * Source    Dao et al. 2022 (online softmax), Dao 2023 (split-KV decoding), Kwon et al. 2023
  *           (paging), Osama et al. 2023 (stream-K). Deterministic: shares join in order.

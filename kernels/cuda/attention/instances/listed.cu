@@ -7,8 +7,8 @@
  *           group; limit: memory for a few tokens; L2 for those of a prompt, which share keys
  * Tolerance as paged_attention.cu
  * Best      32/8 heads, head_dim 128, lists of 2048, a table for each row, L2 flushed. H200,
- *           2026-11-26: bf16 1, 16 and 64 rows 13.2, 41.4 and 130 us, f8e4m3 16 and 64 rows 29.6
- *           and 78.8; 4096 rows of a prompt of 64K 5.8 ms. When lists held places: 11.5, 38.1,
+ *           2026-11-26: bf16 1, 16 and 64 rows 11.8, 38.2 and 119 us, f8e4m3 16 and 64 rows 26.2
+ *           and 72.4; 4096 rows of a prompt of 64K 4.0 ms. When lists held places: 11.5, 38.1,
  *           118, 26.2, 69.0 and 4.2 ms. notes/20261126-lists.md has what was tried
  * Source    Dao et al. 2022 (online softmax); the lists are those of DeepSeek-V3.2's DSA */
 #include "cuda/attention/listed_launch.cuh"
