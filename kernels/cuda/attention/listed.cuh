@@ -97,8 +97,10 @@ __device__ __forceinline__ void ask_for_table(const kvl_paged_attention_args &a,
   const uint32_t blocks = (uint32_t)min(a.max_blocks, 8 * a.max_selected); /* enough */
   const uint32_t bytes = ((blocks * 4 >> plan.splits_log()) + 31) / 16 * 16;
   const char *const table = (const char *)(a.tables + token * a.max_blocks);
-  const char *const from = table + plan.split() * (bytes - 16);
-  prefetch_bulk((const char *)((uint64_t)from / 16 * 16), bytes);
+  const uint64_t from = (uint64_t)(table + plan.split() * (bytes - 16)) / 16 * 16;
+  const uint64_t end = (uint64_t)(a.tables + a.seqs * a.max_blocks); /* nothing is past it */
+  if (from + 16 <= end)
+    prefetch_bulk((const char *)from, (uint32_t)min((uint64_t)bytes, (end - from) / 16 * 16));
 }
 
 /* ---- thread blocks that share a list ---------------------------------------------------- */
