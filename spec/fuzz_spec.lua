@@ -6,7 +6,7 @@ local support = require "spec.support"
 
 if not io.open(kv.paths.root .. "/docs/api_lua.md") then return end -- a bundle
 
-local CALLS, SEED = 6000, 1
+local CALLS, SEED = support.is_full and 6000 or 3000, 1
 
 describe("the documented functions", function()
   it("neither crash nor hang, and name what is wrong", function()

@@ -122,6 +122,11 @@ end
 -- the environment of stock busted.
 M.is_full = require("kvlab.command_line").full or os.getenv "KVLAB_TEST_FULL" ~= nil
 
+--- Programs that a spec builds with sanitizers of their own take seconds: a hostile build
+-- runs them, and --full does.
+M.runs_sanitized = M.is_hostile or M.is_full
+M.SANITIZED = "a program under sanitizers: a hostile build and --full run it"
+
 -- Kernels are compiled at -O1, which takes two thirds of the time, because specs run each
 -- of them a few times only. They are compiled as they ship, at -O3, in
 -- spec/lua/kernel/shipped_spec.lua, in programs that specs start, and with --full.
@@ -157,9 +162,16 @@ end
 -- sample.
 function M.cases(list) return M.is_hostile and M.sample(list) or list end
 
---- What a build runs of a list for the i-th of many: all of it, or in a hostile build one
--- of it, so that together they run all.
-function M.one_each(list, i) return M.is_hostile and { list[i % #list + 1] } or list end
+--- What is run of a list for the i-th of many: in a hostile build one that all come to in
+-- turn, with --full all of it, else `most` neighbours of that one, if `most` is given.
+function M.one_each(list, i, most)
+  if M.is_full or not (most or M.is_hostile) then return list end
+  local some = {}
+  for k = 1, M.is_hostile and 1 or math.min(most, #list) do
+    some[k] = list[(i + k - 1) % #list + 1]
+  end
+  return some
+end
 
 --- Define `name` for the GPU; `fn(cuda, cpu)`. Pending without one.
 function M.it_on_gpu(name, fn)

@@ -1,5 +1,5 @@
 /* Dot products and upper bounds of query rows with rows of memory (struct dots in dots.h), for
- * paged_attention, score_mean and score_minmax. There is one function for each
+ * paged_attention, score_mean, score_minmax and score_max_qk. There is one function for each
  * number of query rows, dtype and form, and a call computes many products: inlined into each
  * kernel, they took minutes to compile. */
 #include "cpu/dots.h"

@@ -6,7 +6,7 @@ local processes = require "spec.processes"
 local results = require "kvlab.experiment.results"
 local rig = require "spec.lua.experiment.sweep.rig"
 
-local SHARDS, KILLS, ROWS = 4, 30, 3600
+local SHARDS, KILLS, ROWS = 4, 20, 2400
 local PREFIX = "cd '%s' && SPEC_US=3000 exec '%s' %s >/dev/null 2>&1"
 
 --- The size of a file; 0 if there is none.
