@@ -46,7 +46,7 @@ local CASES = { -- words after ./kvlab, words of the answer
   { "sweep status none", "none has no shards" },
 }
 
-describe("a wrong command", function()
+describe("a wrong command #release", function()
   local scratch
   setup(function()
     scratch = doc_blocks.scratch(kv.paths)

@@ -59,7 +59,7 @@ end
 
 local function fetch(p, o) return run(command(p, o or {})) end
 
-describe("fetching a package's file", function()
+describe("fetching a package's file #release", function()
   it("puts it into place once", function()
     local p = package()
     local text, status = fetch(p)
@@ -115,7 +115,7 @@ time.sleep(600)
   end)
 end)
 
-describe("kvlab get", function()
+describe("kvlab get #release", function()
   local function get(words, environment)
     return run(("%s '%s' get %s"):format(environment or "", PROGRAM, words))
   end

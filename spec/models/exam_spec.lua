@@ -3,7 +3,7 @@ local exam = require "models.recall.exam"
 local kv = require "kvlab"
 local prompts = require "models.recall.prompts"
 
-describe("an exam", function()
+describe("an exam #release", function()
   it("is passed with full attention", function()
     for _, question in ipairs { "decode", "prompt", "row", "chain", "sum" } do
       local sitting = exam.open { context = 512, prompts = 1, needles = 16,

@@ -195,7 +195,7 @@ for _, family in ipairs(config.NAMES) do
   end)
 end
 
-describe("docs/models.md", function()
+describe("docs/models.md #release", function()
   if not files.real(kv.paths.root .. "/tools/fields.lua") then return end -- a bundle
 
   it("has the table of fields as they are", function()
@@ -205,7 +205,7 @@ describe("docs/models.md", function()
   end)
 end)
 
-describe("what is refused though transformers computes it", function()
+describe("what is refused though transformers computes it #release", function()
   it("is of these fields", function()
     local names = {}
     for _, name in ipairs(sorted.keys(REFUSED)) do

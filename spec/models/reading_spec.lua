@@ -39,7 +39,7 @@ local function column(list, name)
   return values
 end
 
-describe("reading", function()
+describe("reading #release", function()
   -- f32 sums over the same keys in another order; logits are of the size of 1.
   local MOST = 1e-4
 
@@ -188,7 +188,7 @@ describe("reading", function()
   end)
 end)
 
-describe("18_text_budget", function()
+describe("18_text_budget #release", function()
   local it = kv.paths.executable and it or pending
 
   local function run(options, environment)

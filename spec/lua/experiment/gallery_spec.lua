@@ -24,7 +24,7 @@ local function run(words)
   return tonumber(status), printed
 end
 
-describe("gallery", function()
+describe("gallery #release", function()
   before_each(function() folder = temporary.folder() end)
 
   it("has a card for each: question, picture, link; or what was printed", function()

@@ -1,7 +1,7 @@
 local coverage = require "spec.lua.experiment.coverage"
 local statistics = require "kvlab.experiment.statistics"
 
-describe("statistics", function()
+describe("statistics #release", function()
   -- Quantiles as tables print them (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
   local known = {
     { 1, 0.95, 12.706 }, { 2, 0.95, 4.303 }, { 3, 0.95, 3.182 }, { 4, 0.95, 2.776 },

@@ -35,7 +35,7 @@ local SCRIPT = [[
   print(compiled .. " compiled: " .. text)
 ]]
 
-describe("the cache of kernels", function()
+describe("the cache of kernels #release", function()
   if not executable then return end
   if not compiler.find() then
     pending "there is no C compiler"

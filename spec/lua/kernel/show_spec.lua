@@ -25,7 +25,7 @@ local CASES = {
       :sum("token", "head"), { place = "prompt", format = "f8e4m3" } },
 }
 
-describe("the source of an expression", function()
+describe("the source of an expression #release", function()
   it("is that of the place where it can stand", function()
     for _, case in ipairs(CASES) do
       local x, o = case[2], case[3] or {}

@@ -63,7 +63,7 @@ return function(b)
 end
 ]]
 
-describe("bench", function()
+describe("bench #release", function()
   it("prints a row with its share of a limit measured in the same run", function()
     with_file(CASES, function(path)
       local rows, list, status = rows_of { path, "X1" }

@@ -3,7 +3,7 @@
 local feed = require("spec.prompt").feed
 local locals = require "kvlab.shell.repl.locals"
 
-describe("locals of the prompt", function()
+describe("locals of the prompt #release", function()
   it("stay, and functions see what is assigned to them later", function()
     assert.equal("2\n1\t2\n120\nnil\n", (feed [[
 local x = 1
@@ -103,7 +103,7 @@ lenght
   end)
 end)
 
-describe("an input", function()
+describe("an input #release", function()
   local CONTINUED = [[
 x = ("ab")
   :upper()
@@ -175,7 +175,7 @@ more
   end)
 end)
 
-describe("an error", function()
+describe("an error #release", function()
   --- Output of the REPL for an input that fails in its first line that is an error.
   local function first_line(input) return (feed(input):match "^[^\n]*\n[^\n]*") end
 

@@ -4,7 +4,7 @@ local temporary = require "spec.temporary"
 
 local executable = (package.loaded["kvlab.paths"] or {}).executable
 
-describe("kvlab new", function()
+describe("kvlab new #release", function()
   if not executable then return end
   local folder
 

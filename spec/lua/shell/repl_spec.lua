@@ -33,7 +33,7 @@ local function feed(lines, arguments)
   return output, tonumber(status)
 end
 
-describe("completion", function()
+describe("completion #release", function()
   it("knows the models that can be fetched, and paths to others", function()
     assert.same({ "smollm2" }, (select(2, complete.candidates('kv.model "smol', {}, {}))))
     assert.same({ "smollm2" }, (select(2, complete.candidates('m = kv.model("', {}, {}))))
@@ -52,7 +52,7 @@ describe("completion", function()
   end)
 end)
 
-describe("repl", function()
+describe("repl #release", function()
   setup(function() folder = temporary.folder() end)
 
   describe("in a pipe", function()

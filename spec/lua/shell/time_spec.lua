@@ -7,7 +7,7 @@ if not kv.paths.executable then return end
 
 local SMALL = " --device=cpu --quick --set context=100 --set layers=1 --set flush_mib=1 "
 
-describe("kvlab time", function()
+describe("kvlab time #release", function()
   local scratch
   setup(function()
     scratch = doc_blocks.scratch(kv.paths)

@@ -77,7 +77,7 @@ local function count_processes()
   return tonumber((select(2, rig.sh("pgrep -fc '" .. pattern .. "' || true"))))
 end
 
-describe("a sweep that is killed with kill -9", function()
+describe("a sweep that is killed with kill -9 #release", function()
   if not rig.executable then return pending "no executable" end
   local whole, expected = nil, {}
   setup(function()

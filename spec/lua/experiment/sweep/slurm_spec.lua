@@ -4,7 +4,7 @@ local slurm = require "kvlab.experiment.sweep.slurm"
 
 local has, ok, sh = rig.has, rig.ok, rig.sh
 
-describe("sweep.slurm", function()
+describe("sweep.slurm #release", function()
   it("writes numbers as ranges", function()
     assert.equal("0-3,7,9-10", slurm.ranges { 0, 1, 2, 3, 7, 9, 10 })
     assert.equal("5", slurm.ranges { 5 })
@@ -31,7 +31,7 @@ describe("sweep.slurm", function()
   end)
 end)
 
-describe("kvlab sweep on a Slurm cluster #slow", function()
+describe("kvlab sweep on a Slurm cluster #slow #release", function()
   if not rig.executable then return pending "no executable" end
   local missing = cluster.missing()
   if missing then return pending("no " .. missing) end

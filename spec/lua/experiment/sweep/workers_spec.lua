@@ -2,7 +2,7 @@ local rig = require "spec.lua.experiment.sweep.rig"
 
 local has, ok, sh = rig.has, rig.ok, rig.sh
 
-describe("experiment --jobs", function()
+describe("experiment --jobs #release", function()
   if not rig.executable then return pending "no executable" end
   setup(function()
     rig.make()
