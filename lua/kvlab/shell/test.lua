@@ -101,39 +101,6 @@ local function stop_when_interrupted(busted)
   end)
 end
 
---- Runs the specs of `files` in this process.
----@return table  # passed, failed and skipped: how many specs
-local function run_here(root, files, options, has_gpu, progress, report)
-  -- Specs are short and of many kinds: few of their loops gain from being compiled.
-  require("jit.opt").start("hotloop=500", "hotexit=200")
-  package.path = root .. "/?.lua;" .. package.path -- require "spec.support"
-  local busted = require "busted.core"()
-  require "busted"(busted)
-  require "busted.luajit"()
-  busted.register("file", "file", {}) -- files are not insulated
-
-  local excluded = { unpack(options["exclude-tags"] or {}) }
-  if not has_gpu then excluded[#excluded + 1] = "gpu" end
-  if not has_model() then excluded[#excluded + 1] = "model" end
-  local handler = make_handler(busted, root, progress, report)
-  handler:subscribe { language = "en" }
-  stop_when_interrupted(busted)
-  require "busted.modules.filter_loader"()(busted, {
-    tags = options.tags or {},
-    excludeTags = excluded,
-    filter = { options.filter },
-    filterOut = {},
-    list = options.list,
-  })
-  local load_files = require "busted.modules.test_file_loader"(busted, { "lua" })
-  load_files(files, { "_spec%.lua$" }, { excludes = {}, recursive = true })
-  require "busted.execute"(busted)(1, {})
-  return { passed = handler.successesCount, skipped = handler.pendingsCount,
-           failed = handler.failuresCount + handler.errorsCount }
-end
-
--- ---- a process for each file ----------------------------------------------------------
-
 ffi.cdef [[
 typedef struct { long s, us; } kvl_shell_time;
 typedef struct { kvl_shell_time user, system; long others[14]; } kvl_shell_usage;
@@ -154,6 +121,73 @@ local function clock_s()
   ffi.C.clock_gettime(MONOTONIC, t)
   return tonumber(t.s) + 1e-9 * tonumber(t.us)
 end
+
+--- Prints what each file or spec took, the longest first.
+local function print_times(times)
+  table.sort(times, function(a, b) return a.own + a.children > b.own + b.children end)
+  local own, children = 0, 0
+  print_now "\nseconds of processor time: own, of programs that it started; of a clock\n"
+  for _, t in ipairs(times) do
+    own, children = own + t.own, children + t.children
+    print_now(("%8.1f %8.1f %8.1f  %s\n"):format(t.own, t.children, t.wall, t.name))
+  end
+  print_now(("%8.1f %8.1f           all\n"):format(own, children))
+end
+
+--- Collects in `times` what each spec takes.
+local function time_specs(busted, times)
+  local began
+  local function now()
+    return { own = used_s(SELF), children = used_s(CHILDREN), wall = clock_s() }
+  end
+  busted.subscribe({ "test", "start" }, function()
+    began = now()
+    return nil, true
+  end)
+  busted.subscribe({ "test", "end" }, function(spec)
+    local taken = now()
+    for name, s in pairs(began) do taken[name] = taken[name] - s end
+    taken.name = spec.name
+    times[#times + 1] = taken
+    return nil, true
+  end)
+end
+
+--- Runs the specs of `files` in this process.
+---@return table  # passed, failed and skipped: how many specs
+local function run_here(root, files, options, has_gpu, progress, report)
+  -- Specs are short and of many kinds: few of their loops gain from being compiled.
+  require("jit.opt").start("hotloop=500", "hotexit=200")
+  package.path = root .. "/?.lua;" .. package.path -- require "spec.support"
+  local busted = require "busted.core"()
+  require "busted"(busted)
+  require "busted.luajit"()
+  busted.register("file", "file", {}) -- files are not insulated
+
+  local excluded = { unpack(options["exclude-tags"] or {}) }
+  if not has_gpu then excluded[#excluded + 1] = "gpu" end
+  if not has_model() then excluded[#excluded + 1] = "model" end
+  local handler = make_handler(busted, root, progress, report)
+  handler:subscribe { language = "en" }
+  stop_when_interrupted(busted)
+  local times = {}
+  if options.times and not options.worker then time_specs(busted, times) end
+  require "busted.modules.filter_loader"()(busted, {
+    tags = options.tags or {},
+    excludeTags = excluded,
+    filter = { options.filter },
+    filterOut = {},
+    list = options.list,
+  })
+  local load_files = require "busted.modules.test_file_loader"(busted, { "lua" })
+  load_files(files, { "_spec%.lua$" }, { excludes = {}, recursive = true })
+  require "busted.execute"(busted)(1, {})
+  if times[1] then print_times(times) end
+  return { passed = handler.successesCount, skipped = handler.pendingsCount,
+           failed = handler.failuresCount + handler.errorsCount }
+end
+
+-- ---- a process for each file ----------------------------------------------------------
 
 --- Runs in a process that `start` has started: runs its file and sends the result.
 local function serve(root, files, options, has_gpu)
@@ -198,18 +232,6 @@ local function result_of(root, file, answer, how)
       name, answer and "" or " before its specs", how)
   end
   return result
-end
-
---- Prints what each file took, the longest first.
-local function print_times(times)
-  table.sort(times, function(a, b) return a.own + a.children > b.own + b.children end)
-  local own, children = 0, 0
-  print_now "\nseconds of processor time: own, of programs that it started; of a clock\n"
-  for _, t in ipairs(times) do
-    own, children = own + t.own, children + t.children
-    print_now(("%8.1f %8.1f %8.1f  %s\n"):format(t.own, t.children, t.wall, t.name))
-  end
-  print_now(("%8.1f %8.1f           all\n"):format(own, children))
 end
 
 --- Runs each file in a process of its own, `jobs` at a time.
@@ -281,7 +303,7 @@ end
 ---@param files string[]     spec files and folders
 ---@param options table      tags, exclude-tags (lists), filter (pattern), list (boolean),
 --  need-model (fails where specs tagged #model would be left out),
---  times (boolean: what each file took),
+--  times (boolean: what each file took, or each spec of one file),
 --  jobs (how many processes; one more than cores, at most 8, or 1 with a GPU)
 ---@return integer           # 0 when specs ran and none failed, else 1
 function M.main(root, files, options)

@@ -85,7 +85,7 @@ local function check_equalities(dev)
     local o = { policy = "full", lengths = { 4090 }, steps = 9, block_size = 2048,
                 blocks = 4, chunk = 512, heads = 2 }
     local want = resident_steps(dev, o)
-    for _, slots in ipairs { 1, 2, 8 } do
+    for _, slots in ipairs(support.one_each({ 1, 2, 8 }, 1)) do
       check_offloaded(dev, o, { slots = slots, slot_blocks = 1 }, want, close)
     end
     o.chunk = 409 -- 4090 = 10 * 409: chunks that begin and end inside blocks

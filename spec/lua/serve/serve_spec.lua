@@ -102,9 +102,9 @@ end
 local function check(dev)
   describe("server on " .. dev:name(), function()
     it("gives each request what it gets alone, for any chunking and batch", function()
-      for _, o in ipairs { { chunk = 512 }, { chunk = 64 }, { chunk = 8 },
-                           { chunk = 37, server = { max_seqs = 3 } },
-                           { chunk = 16, server = { max_seqs = 1 } } } do
+      local ways = { { chunk = 512 }, { chunk = 64 }, { chunk = 8 },
+        { chunk = 37, server = { max_seqs = 3 } }, { chunk = 16, server = { max_seqs = 1 } } }
+      for _, o in ipairs(support.one_each(ways, 2)) do
         same_as_alone(dev, o)
       end
     end)
@@ -224,7 +224,8 @@ local function check(dev)
     it("lets policies know the blocks that came from a store", function()
       local first, store = { tokens = workload()[1].tokens, max_tokens = 8 }, open_store()
       serve(dev, { first }, { server = { store = store } })
-      for _, name in ipairs { "quest", "block_mean", "gsa_on_device", "gsa", "infllm" } do
+      local names = { "quest", "block_mean", "gsa_on_device", "gsa", "infllm" }
+      for _, name in ipairs(support.one_each(names, 3)) do
         local policy = kv.policy(name, { ratio = 0.2,
                                               scores = name == "gsa" and "mean" or nil })
         local _, want = serve(dev, { first }, { policy = policy })
