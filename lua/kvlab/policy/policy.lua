@@ -438,6 +438,25 @@ local function use_expressions(class, def, defaults)
   end
 end
 
+local MADE = setmetatable({}, { __mode = "k" }) -- policy -> what made it, its options
+
+--- Another policy of the same definition, with the same options, for another attention.
+---@param self kvlab.Policy
+---@return kvlab.Policy
+function M.again(self)
+  options.argument("again", "self", self, objects.policy)
+  local made = MADE[self]
+  return made.make(made.given)
+end
+
+--- The options of a policy, as they were when it was made.
+---@param self kvlab.Policy
+---@return table
+function M.options_of(self)
+  options.argument("options_of", "self", self, objects.policy)
+  return MADE[self].given
+end
+
 --- Makes a policy from its definition, whose fields are listed at the head of this file.
 -- Call the result with options to get a policy that can be attached:
 -- `local quest = require "policies.quest"; quest { ratio = 0.05 }`.
@@ -455,9 +474,12 @@ function M.define(def)
   class.files = files_of(def)
   for _, path in ipairs(class.files) do sources.load(path) end
   class.__index = class
-  return function(given, level)
+  local function make(given, level)
     local self = merge_options(checked, given, level or 2)
     self.options = sorted.keys(self)
+    local own = {}
+    for _, name in ipairs(self.options) do own[name] = self[name] end
+    MADE[self] = { make = make, given = own }
     if type(def.summary) == "function" then
       local fields = kernel.check(with_fields(def, self), {}, class.expressions.numbers)
       self.expressions = setmetatable({ fields = fields },
@@ -466,6 +488,7 @@ function M.define(def)
     M.note_use(setmetatable(self, class))
     return self
   end
+  return make
 end
 
 --- Binds a policy to the shape that it works on. attention.lua calls this once.

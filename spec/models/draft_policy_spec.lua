@@ -1,0 +1,266 @@
+--- Drafts that a policy makes on the sequences themselves, and dense attention verifies:
+-- the tokens are those of greedy decoding, and what was taken back of a draft leaves
+-- nothing behind in the policy. For every policy, on every memory tier, launched and
+-- replayed. Now and then a token of a draft is replaced by a random one, so that drafts
+-- of every length are accepted.
+-- Tolerance: the same kernels on the same numbers, 1e-5; equal tokens.
+local emitting = require "spec.models.emitting"
+local kv = require "kvlab"
+local support = require "spec.support"
+local tiny = require "spec.models.tiny"
+local tried = require "spec.tried_policies"
+
+local VOCAB, TOKENS = 97, 60
+
+local TIERS = { resident = {}, ring = { offload = { slots = 2, slot_blocks = 2 } },
+                ["hot cache"] = { offload = { hot_slots = 400 } } }
+
+-- A policy whose selection depends on how many steps its sequence had.
+local counting = kv.policy.define {
+  name = "counting", decode = true, eager = true,
+  defaults = { ratio = 0.3, recent = 1 },
+  step_begin = function(self, ctx)
+    for _, seq in ipairs(ctx.sequences) do
+      local kept = seq.state[self] or { steps = 0 }
+      kept.steps = kept.steps + 1
+      seq.state[self] = kept
+    end
+  end,
+  score = function(self, ctx)
+    return ctx:score_on_host(function(row, blocks, i)
+      local steps = ctx.sequences[i + 1].state[self].steps
+      for block = 0, blocks - 1 do row[block] = (7 * block + 5 * steps) % 11 end
+    end)
+  end,
+}
+local OWN = { emitting = emitting, counting = counting }
+
+-- Policies that draw other numbers at each step, whether it was taken back or not.
+local DRAWING = { magicpig = true, random = true }
+
+local names = tried.names "decode"
+if not tried.own then
+  for _, name in ipairs { "emitting", "counting" } do names[#names + 1] = name end
+end
+
+local function new_policy(name)
+  return OWN[name] and OWN[name] {}
+    or kv.policy(name, name == "h2o" and { ratio = 0.3 } or nil)
+end
+
+--- A model whose next token depends on what it attends to.
+local function attentive(dev)
+  local model = tiny.tiny(dev)
+  model.attention_options = {}
+  for i = 0, model.config.layers - 1 do
+    model.layers[i].o:mul(4, model.layers[i].o)
+    model.layers[i].q:mul(4, model.layers[i].q)
+  end
+  return model
+end
+
+local PROMPTS = { {}, {} }
+for t = 1, 30 do
+  PROMPTS[1][t] = t * 31 % VOCAB
+  if t < 18 then PROMPTS[2][t] = t * 17 % VOCAB end
+end
+
+--- An engine with two sequences, and the token that follows each.
+local function open(model, o)
+  local all = { blocks = 200, block_size = 4, chunk = 48, max_seqs = 2, max_blocks = 96 }
+  for key, value in pairs(o) do all[key] = value end
+  local s = { engine = model:engine(all), seqs = {}, newest = {}, said = {} }
+  for i, prompt in ipairs(PROMPTS) do
+    s.seqs[i], s.said[i] = s.engine:sequence(), {}
+    s.newest[i] = s.engine:prefill(s.seqs[i], prompt):argmax():list()[1]
+  end
+  return s
+end
+
+--- One draft of counts[i] tokens for each sequence, verified. choose: see engine:draft.
+-- Adds what was accepted to s.said. Returns how many tokens of each draft were.
+local function round(s, counts, choose)
+  s.engine:draft(s.seqs, counts, s.newest, choose)
+  local own, tokens = {}, {}
+  for i, count in ipairs(counts) do
+    own[i] = count + 1
+    tokens[#tokens + 1] = s.newest[i]
+    for _ = 1, count do tokens[#tokens + 1] = 0 end
+  end
+  local says = s.engine:verify(s.seqs, own, tokens, nil, counts):argmax():list()
+  local ids, row, accepted, taken = s.engine.batch.tokens:list(), 0, {}, {}
+  for i, count in ipairs(counts) do
+    local n = 0
+    while n < count and ids[row + n + 2] == says[row + n + 1] do n = n + 1 end
+    for t = 1, n + 1 do table.insert(s.said[i], ids[row + t]) end
+    s.newest[i], accepted[i], taken[i] = says[row + n + 1], n, count - n
+    row = row + count + 1
+  end
+  s.engine:take_back(taken)
+  return accepted
+end
+
+--- Writes the likeliest tokens, but random ones where is_wrong(step) says so.
+local function choosing(rng, is_wrong)
+  return function(logits, step, ids)
+    logits:argmax(ids)
+    if is_wrong(step) then
+      local list = {}
+      for i = 1, ids:size(0) do list[i] = rng(VOCAB) end
+      ids:copy_(kv.from("cpu", "i32", list))
+    end
+  end
+end
+
+local function recorded(engine)
+  local n = 0
+  for _, one in pairs(engine.graphs) do n = n + (one and 1 or 0) end
+  return n
+end
+
+support.each_device(function(dev)
+  local model = attentive(dev)
+  local want
+  lazy_setup(function()
+    local s = open(model, {})
+    want = { {}, {} }
+    for _ = 1, TOKENS do
+      for i = 1, 2 do table.insert(want[i], s.newest[i]) end
+      s.newest = s.engine:decode(s.seqs, s.newest):argmax():list()
+    end
+    s.engine.cache:close()
+  end)
+
+  local function check(name, tier, graph)
+    local s = open(model, { draft_policy = new_policy(name), graph = graph,
+                            offload = TIERS[tier].offload })
+    local rng, lengths = support.rng(7), {}
+    while #s.said[1] < TOKENS or #s.said[2] < TOKENS do
+      local most = 1 + rng(5)
+      local counts = { most, rng(2) == 0 and most or 1 + rng(5) }
+      for i = 1, 2 do -- one of them may be ahead of the other
+        counts[i] = math.max(1, math.min(counts[i], TOKENS + 6 - #s.said[i]))
+      end
+      local accepted = round(s, counts,
+        choosing(rng, function() return rng(4) == 0 end))
+      for i = 1, 2 do
+        lengths[accepted[i]] = true
+        assert.equal(#PROMPTS[i] + #s.said[i], s.seqs[i]:length())
+      end
+    end
+    for i = 1, 2 do
+      assert.same(want[i], { unpack(s.said[i], 1, TOKENS) }, name)
+    end
+    assert.is_true(lengths[0] and lengths[1] and lengths[2] and true, name)
+    s.engine.cache:close()
+  end
+
+  --- One engine makes longer drafts than the other, of which the rest is taken back.
+  local function check_left(name)
+    for _, graph in ipairs { false, true } do
+      -- b makes no step of a draft but those that a keeps
+      local a = open(model, { draft_policy = new_policy(name), graph = graph })
+      local b = open(model, { draft_policy = new_policy(name), graph = graph })
+      local rng = support.rng(3)
+      for number = 1, 14 do
+        local right, logits = rng(4), { {}, {} }
+        local function draft(s, count, list)
+          local wrong = support.rng(number)
+          local choose = choosing(wrong, function(step) return step > right end)
+          return round(s, { count, count }, function(rows, step, ids)
+            if step <= right + 1 then list[step] = rows:list() end
+            choose(rows, step, ids)
+          end)
+        end
+        local kept = draft(a, 5, logits[1])
+        -- a random token may be the right one, or a likely one wrong
+        local most = math.max(kept[1], kept[2])
+        if kept[1] ~= kept[2] or most > right then break end
+        draft(b, most + 1, logits[2])
+        for step = 1, math.min(#logits[1], #logits[2]) do
+          support.close(logits[1][step], logits[2][step], 1e-5, 1e-5,
+            ("%s, draft %d, step %d"):format(name, number, step))
+        end
+        assert.same(a.said, b.said)
+      end
+      a.engine.cache:close()
+      b.engine.cache:close()
+    end
+  end
+
+  for _, name in ipairs(names) do
+    for _, tier in ipairs(support.names(TIERS)) do
+      it(("by %s, through %s, changes no token on %s #policy"):format(name, tier,
+        dev:name()), function()
+        check(name, tier, false)
+        if tier ~= "ring" then check(name, tier, true) end
+      end)
+    end
+
+    if not DRAWING[name] then
+      it(("by %s leaves nothing of the tokens that were wrong on %s #policy"):format(
+        name, dev:name()), function() check_left(name) end)
+    end
+  end
+
+  it("that no step verifies leaves nothing on " .. dev:name(), function()
+    local a = open(model, { draft_policy = kv.policy("h2o", { ratio = 0.3 }) })
+    local b = open(model, { draft_policy = kv.policy("h2o", { ratio = 0.3 }) })
+    for _ = 1, 6 do
+      a.engine:draft(a.seqs, { 4, 2 }, a.newest)
+      for _, s in ipairs { a, b } do
+        for i = 1, 2 do table.insert(s.said[i], s.newest[i]) end
+        s.newest = s.engine:decode(s.seqs, s.newest):argmax():list()
+      end
+      local first, second = {}, {}
+      round(a, { 3, 3 }, function(logits, step, ids)
+        first[step] = logits:list()
+        logits:argmax(ids)
+      end)
+      round(b, { 3, 3 }, function(logits, step, ids)
+        second[step] = logits:list()
+        logits:argmax(ids)
+      end)
+      for step = 1, 3 do support.close(first[step], second[step], 1e-5, 1e-5) end
+      assert.same(a.said, b.said)
+    end
+    a.engine.cache:close()
+    b.engine.cache:close()
+  end)
+
+  it("takes one graph for its steps and one for each check on " .. dev:name(), function()
+    local s = open(model, { draft_policy = kv.policy "quest", graph = true })
+    for _ = 1, 10 do round(s, { 4, 4 }) end
+    assert.is_true(recorded(s.engine) <= 2, recorded(s.engine))
+    assert.is_truthy(s.engine.graphs["draft of 2"])
+    s.engine.cache:close()
+  end)
+end)
+
+describe("a draft policy", function()
+  local model = tiny.tiny(kv.device "cpu")
+
+  it("is refused with the words of what is wrong", function()
+    support.refuses(function()
+      model:engine { draft_policy = kv.policy "xattention" }
+    end, "policy xattention does not select in decode", "a draft")
+    local e = model:engine { blocks = 20 }
+    local seq = e:sequence()
+    e:prefill(seq, { 1, 2, 3 })
+    support.refuses(function() e:draft({ seq }, { 2 }, { 4 }) end,
+      "the attention has no draft_policy")
+    e.cache:close()
+    e = model:engine { blocks = 20, draft_policy = kv.policy "quest" }
+    seq = e:sequence()
+    e:prefill(seq, { 1, 2, 3 })
+    support.refuses(function() e:draft({ seq }, { 0 }, { 4 }) end,
+      "count 1 is 0, expected a whole number >= 1")
+    support.refuses(function() e:draft({ seq }, { 1, 1 }, { 4 }) end,
+      "2 counts and 1 tokens")
+    support.refuses(function() e:draft({ seq }, { 1 }, { 97 }) end, "token 0 is 97")
+    e:draft({ seq }, { 2 }, { 4 })
+    assert.equal(3, seq:length())
+    support.refuses(function() e:take_back { 1 } end, "the last step was none")
+    e.cache:close()
+  end)
+end)
