@@ -565,6 +565,14 @@ function Attention:keep(key, block)
   end)
 end
 
+--- Whether a policy needs the queries of prompts, so that all of a prompt is computed.
+---@return boolean
+function Attention:watches_prompts()
+  local watches = false
+  each_policy(self, function(p) watches = watches or p.watches_prompt or false end)
+  return watches
+end
+
 --- Shows policies that were attached late the sequences that are already in the cache.
 ---@param seqs kvlab.Sequence[]
 function Attention:adopt(seqs)

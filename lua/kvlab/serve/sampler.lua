@@ -75,7 +75,7 @@ local function draw(r, c)
 end
 
 --- The different tokens of a request so far.
-local function seen_of(r, c)
+local function seen_so_far(r, c)
   for i = c.seen_to + 1, r.num_tokens do
     local id = r.tokens[i]
     if not c.seen[id] then
@@ -85,6 +85,36 @@ local function seen_of(r, c)
   end
   c.seen_to = r.num_tokens
   return c.seen_ids
+end
+
+-- A row of a step that verifies a draft: the request as it is if the first `past` tokens
+-- of its draft are right.
+local Row = {}
+Row.__index = Row
+
+function Row:output_length() return self.request:output_length() + self.past end
+
+--- The rows of a step in which requests may have drafts, in place of the requests
+-- themselves, for `choose`.
+---@param list kvlab.Request[]
+---@return table[]
+function M.rows(list)
+  local rows = {}
+  for _, r in ipairs(list) do
+    for past = 0, r.num_scheduled_tokens - 1 do
+      rows[#rows + 1] = setmetatable({ request = r, past = past, choice = r.choice }, Row)
+    end
+  end
+  return rows
+end
+
+--- The tokens of a request, or of a row, so far; those of a draft perhaps twice.
+local function seen_of(r, c)
+  local ids = seen_so_far(r.request or r, c)
+  if (r.past or 0) == 0 then return ids end
+  ids = { unpack(ids) }
+  for i = 1, r.past do ids[#ids + 1] = r.request.draft.ids[i] end
+  return ids
 end
 
 --- An option > 0 as f32, because the device computes in f32: limited so that it becomes
@@ -335,7 +365,7 @@ function M.expect_likeliest(logits)
   return ids
 end
 
---- The next tokens of the requests of a step.
+--- The next tokens of the requests of a step, or of its rows.
 ---@param logits kvlab.Tensor  f32 [#list, vocab]; they stay as they are
 ---@param list kvlab.Request[]
 ---@return integer[] ids       -1 for a request whose logits give none

@@ -20,6 +20,7 @@
 -- scheduler of vLLM; hooks and parameters have the names that UCM GSA gives them.
 local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
+local draft = require "kvlab.serve.draft"
 local options = require "kvlab.options"
 local request = require "kvlab.serve.request"
 local scheduler = require "kvlab.serve.scheduler"
@@ -108,6 +109,14 @@ local function lacks_blocks(self, r)
     r.max_tokens, blocks, most)
 end
 
+--- Raises if a step has no room for the drafts that a request wants of a policy.
+local function expect_room(self, what, r)
+  local d, most = r.draft, self.scheduler.max_tokens - 1
+  if not d or not d.policy or (d.tokens or 0) <= most then return end
+  options.fail(("%s: draft.tokens is %d, expected at most %d: a step has room for %d "
+    .. "tokens (max_tokens)"):format(what, d.tokens, most, most + 1))
+end
+
 --- Submits a request.
 ---@param given table  tokens (or, without a model, input_length and hash_ids: the keys of
 --                     its blocks of hash_block tokens), max_tokens; stop_tokens, a list
@@ -132,6 +141,7 @@ function Server:submit(given)
   local r = request.new(o, self.submitted + 1, 2)
   local why = lacks_blocks(self, r)
   if why then return nil, why end
+  expect_room(self, "submit", r)
   self.executor:admit_keys(r, o)
   enlist(self, r)
   return r
@@ -149,15 +159,16 @@ end
 local function reveal(r)
   r.num_tokens, r.unseen = r.num_tokens + 1, r.unseen - 1
   r.has_new, r.is_told = true, false
+  local n = r:output_length()
+  if r.logprobs then r.logprobs[n] = r.next_logprobs[n - r.next_from] end
 end
 
 --- Notes what a step with a draft gave: the tokens that follow, the first of which is
 -- revealed at once.
 local function take_draft(r)
-  local d, ids = r.draft, r.next_tokens
+  local ids = r.next_tokens
   for i, id in ipairs(ids) do r.tokens[r.num_tokens + i] = id end
-  d.steps, d.proposed, d.accepted = d.steps + 1, d.proposed + #d.ids,
-    d.accepted + #ids - 1
+  draft.count(r.draft, #ids - 1)
   r.unseen, r.next_tokens = #ids, nil
 end
 
@@ -167,6 +178,7 @@ local function advance(r, now)
   r.is_computed, r.shares_last = false, false
   r.num_computed_tokens = r.num_computed_tokens + r.num_scheduled_tokens
   if r.num_computed_tokens >= r.num_tokens and not r.error then
+    r.next_from = r:output_length()
     if r.next_tokens then
       take_draft(r)
     else
@@ -175,7 +187,6 @@ local function advance(r, now)
       if r.draft and r:output_length() > 0 then r.draft.steps = r.draft.steps + 1 end
     end
     reveal(r)
-    if r.logprobs then r.logprobs[r:output_length()] = r.next_logprobs end
     r.first_token_us = r.first_token_us or now
   end
   C.kvl_interrupt_hold(-1)
@@ -209,6 +220,7 @@ function Server:fork(parent, given)
   r.attention = parent.attention
   local why = lacks_blocks(self, r)
   if why then error("fork: " .. why, 2) end
+  expect_room(self, "fork", r)
   for i, key in ipairs(parent.block_hashes) do r.block_hashes[i] = key end
   self.executor:admit_keys(r, o)
   r.seq, r.is_fork = parent.seq:fork(), true
