@@ -21,7 +21,7 @@ local M = {}
 ---@field [1] string                what is expected, in words
 ---@field [2] fun(x: any): boolean  whether a value is that
 ---@field required? boolean
----@field fields? table<string, kvlab.OptionKind>|fun(value: table): table  of a nested table
+---@field fields? table|fun(value: table): table  of a nested table: names and kinds
 ---@field below? string             whole numbers: below which power of two they are
 
 -- ---- kinds ----------------------------------------------------------------------------

@@ -182,8 +182,9 @@ function M.attention(o)
   }
   self.keepers, self.drafters, self.emitting = {}, {}, {}
   each_policy(self, function(p)
+    self.shape.keepers = p == self.draft_policy and self.drafters or self.keepers
     policy.attach(p, self.shape)
-    policy.add_with_nested(p, p == self.draft_policy and self.drafters or self.keepers)
+    policy.add_with_nested(p, self.shape.keepers)
     self.emitting[#self.emitting + 1] = p.hook
   end)
   self.emitters, self.watchers = kernel_hook.emitters(self.prefill_policy,

@@ -23,7 +23,8 @@ function M.expect_policy(p)
 end
 
 ---@param journal kvlab.Journal
----@param keepers table[]  the draft policy, and those that are nested in it
+---@param keepers table[]  what keeps something for a sequence in seq.state[keeper]: the
+--                         draft policy, those that are nested in it, and their hashes
 ---@return kvlab.DraftSteps
 function M.new(journal, keepers)
   return setmetatable({ journal = journal, keepers = keepers, steps = {}, count = 0,

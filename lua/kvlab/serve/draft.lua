@@ -83,16 +83,22 @@ end
 -- tokens = "auto": by what was accepted so far.
 M.KIND = options.nested(fields_of)
 
----@class kvlab.serve.Draft  of a request
+---@class kvlab.serve.Drafts  what drafts did
+---@field steps integer     decode steps of requests with drafts
+---@field proposed integer  tokens of drafts
+---@field accepted integer  those of them that were right
+---@field cut integer       drafts that had a wrong token
+---@field proposed_at integer[]  tokens by their place in the draft
+---@field accepted_at integer[]
+---@field draft_us number   microseconds of the device: in which policies made drafts,
+---@field check_us number   in steps that verified drafts, and
+---@field choose_us number  in which tokens were chosen, with the host's part
+
+---@class kvlab.serve.Draft: kvlab.serve.Drafts  of a request
 ---@field ngram integer|nil
 ---@field policy kvlab.Policy|nil  makes the drafts, in an attention of its own
 ---@field key any           of the policy and its options
 ---@field tokens integer|nil  nil: auto
----@field steps integer     decode steps of the request so far
----@field proposed integer  tokens of drafts
----@field accepted integer  those of them that were right
----@field proposed_at integer[]  by their place in the draft
----@field accepted_at integer[]
 ---@field ids integer[]     the draft of the present step
 
 local AUTO = { text = 16, policy = 8 } -- most tokens of a draft with tokens = "auto"
@@ -102,8 +108,8 @@ local AUTO = { text = 16, policy = 8 } -- most tokens of a draft with tokens = "
 ---@return kvlab.serve.Draft|nil
 function M.take(o)
   if not o then return nil end
-  local d = { steps = 0, proposed = 0, accepted = 0, proposed_at = {}, accepted_at = {},
-              ids = {} }
+  local d = M.counts()
+  d.ids = {}
   if o.policy then d.policy, d.key = policy_of(o) else d.ngram = o.ngram or 3 end
   d.tokens = o.tokens or d.policy and 4 or 8
   if d.tokens == "auto" then
@@ -126,8 +132,7 @@ local PRIOR, WEIGHT = 0.8, 4 -- the share of right tokens that is expected at fi
 ---@return integer
 function M.length(d)
   if d.tokens then return d.tokens end
-  local wrong = d.rounds_cut or 0
-  local share = (d.accepted + PRIOR * WEIGHT) / (d.accepted + wrong + WEIGHT)
+  local share = (d.accepted + PRIOR * WEIGHT) / (d.accepted + d.cut + WEIGHT)
   local cost = d.policy and COST.policy or COST.text
   local best, most, gain, right = 1, 0, 1, 1
   for k = 1, d.most do
@@ -163,9 +168,9 @@ function M.expect(draft, count)
   return count
 end
 
---- Makes the draft of a request's next step from its text, in draft.ids, of at most `most`
--- tokens; may be empty. A draft that reaches the end of the text goes on with its own
--- tokens, so that something that repeats itself is drafted on and on.
+--- Makes the draft of a request's next step from its text, in draft.ids, of at most
+-- `most` tokens; may be empty. A draft that reaches the end of the text goes on with its
+-- own tokens, so that something that repeats itself is drafted on and on.
 ---@param draft kvlab.serve.Draft
 ---@param tokens integer[]  the text so far
 ---@param count integer     how many they are
@@ -198,27 +203,46 @@ function M.accepted(ids, says, first)
   return n
 end
 
---- Counts a draft that was verified.
----@param draft kvlab.serve.Draft
----@param accepted integer
-function M.count(draft, accepted)
-  local proposed = #draft.ids
-  draft.steps = draft.steps + 1
-  draft.proposed, draft.accepted = draft.proposed + proposed, draft.accepted + accepted
-  if accepted < proposed then draft.rounds_cut = (draft.rounds_cut or 0) + 1 end
+--- Numbers of drafts, all zero.
+---@return kvlab.serve.Drafts
+function M.counts()
+  return { steps = 0, proposed = 0, accepted = 0, cut = 0, proposed_at = {},
+           accepted_at = {}, draft_us = 0, check_us = 0, choose_us = 0 }
+end
+
+--- Counts a step of a request with a draft.
+---@param counts kvlab.serve.Drafts
+---@param proposed integer  tokens of the draft
+---@param accepted integer  those of them that were right
+function M.count(counts, proposed, accepted)
+  counts.steps = counts.steps + 1
+  counts.proposed = counts.proposed + proposed
+  counts.accepted = counts.accepted + accepted
+  if accepted < proposed then counts.cut = counts.cut + 1 end
   for i = 1, proposed do
-    draft.proposed_at[i] = (draft.proposed_at[i] or 0) + 1
-    draft.accepted_at[i] = (draft.accepted_at[i] or 0) + (i <= accepted and 1 or 0)
+    counts.proposed_at[i] = (counts.proposed_at[i] or 0) + 1
+    counts.accepted_at[i] = (counts.accepted_at[i] or 0) + (i <= accepted and 1 or 0)
   end
 end
 
---- What the drafts of a request did, for its answer.
----@param d kvlab.serve.Draft
----@return table
-function M.summary(d)
-  return { steps = d.steps, proposed = d.proposed, accepted = d.accepted,
-           proposed_at = { unpack(d.proposed_at) },
-           accepted_at = { unpack(d.accepted_at) } }
+--- Adds the times of a step to the counts of those that took part in it.
+---@param counts kvlab.serve.Drafts
+---@param us table  draft, check, choose
+function M.add_times(counts, us)
+  counts.draft_us = counts.draft_us + us.draft
+  counts.check_us = counts.check_us + us.check
+  counts.choose_us = counts.choose_us + us.choose
+end
+
+--- A copy of the numbers, for a report.
+---@param counts kvlab.serve.Drafts
+---@return kvlab.serve.Drafts
+function M.summary(counts)
+  local out = {}
+  for name in pairs(M.counts()) do out[name] = counts[name] end
+  out.proposed_at, out.accepted_at = { unpack(out.proposed_at) },
+    { unpack(out.accepted_at) }
+  return out
 end
 
 return M

@@ -49,7 +49,8 @@ function M.new(o)
     model = o.store and o.store.model or "", start = C.kvl_clock_ns(), problems = 0,
     max_blocks = math.min(engine.max_blocks or cache.blocks, cache.blocks),
     bytes_block = cache:bytes_token() * cache.block_size * cache.kv_heads * cache.layers,
-    seqs = {}, counts = {}, tokens = {}, ends = {}, wrong = {}, hooks = o.hooks,
+    seqs = {}, counts = {}, tokens = {}, ends = {}, wrong = {}, marks = {},
+    hooks = o.hooks,
     seen = setmetatable({}, { __mode = "k" }), -- attention -> block -> key of the content
                                                -- that its policies have seen in it
   }, EngineExecutor)
@@ -337,20 +338,27 @@ local function judge(self, list, says, logprobs, problems)
   end
 end
 
---- Lets the policies make the drafts of a step, which stay on the device. Returns how many
--- tokens they make for each request; nil if for none.
+--- Lets the policies make the drafts of a step, which stay on the device. Returns how
+-- many tokens they make for each request; nil if for none.
 local function make_drafts(self, list)
-  local seqs, counts, tokens, drafted = {}, {}, {}, {}
+  local seqs, counts, tokens, drafted, drafting = {}, {}, {}, {}, {}
   for i, r in ipairs(list) do
     local n = r.num_scheduled_tokens - 1
     drafted[i] = n > 0 and r.draft.policy and n or 0
     if drafted[i] > 0 then
       local at = #seqs + 1
       seqs[at], counts[at], tokens[at] = r.seq, n, r.tokens[r.num_tokens]
+      drafting[at] = r
     end
   end
   if #seqs == 0 then return nil end
-  self.engine:draft(seqs, counts, tokens)
+  self.engine:draft(seqs, counts, tokens, function(logits, step, ids)
+    local there = {}
+    for at, r in ipairs(drafting) do
+      if counts[at] >= step then there[#there + 1] = r end
+    end
+    sampler.guess(logits, there, step, ids)
+  end)
   return drafted
 end
 
@@ -363,18 +371,43 @@ local function read_drafts(self, list)
   end
 end
 
+--- Marks the end of a part of a step for its times; a number from 1.
+local function mark(self, part)
+  local device = self.engine.model.device
+  self.marks[part] = self.marks[part] or device:open_event()
+  self.marks[part]:record(device:stream())
+end
+
+--- Gives the requests of a step the times of its parts. The device is done with them.
+local function note_times(self, list)
+  local marks = self.marks
+  local us = { draft = marks[1]:elapsed_us(marks[2]),
+               check = marks[2]:elapsed_us(marks[3]),
+               choose = marks[3]:elapsed_us(marks[4]) }
+  for _, r in ipairs(list) do
+    if r.draft then r.draft.us = us end
+  end
+end
+
 --- A decode step in which some requests have drafts.
 local function verify(self, list)
   local seqs, counts, tokens = gather(self, list)
+  mark(self, 1)
   local drafted = make_drafts(self, list)
+  mark(self, 2)
   local logits = self.engine:verify(seqs, counts, tokens, nil, drafted)
+  mark(self, 3)
   if drafted then read_drafts(self, list) end
   local row = 0
   for _, r in ipairs(list) do
     if r.sample then sample(r, logits:index(row), self.engine.model.config.vocab) end
     row = row + r.num_scheduled_tokens
   end
-  judge(self, list, sampler.choose(logits, sampler.rows(list)))
+  local says, logprobs, problems = sampler.choose(logits, sampler.rows(list))
+  mark(self, 4)
+  judge(self, list, says, logprobs, problems)
+  self.marks[4]:sync()
+  note_times(self, list)
 end
 
 local function has_draft(list)
@@ -519,6 +552,8 @@ end
 
 function EngineExecutor:close()
   self.engine.attention.hooks = nil
+  for _, event in ipairs(self.marks) do event:close() end
+  self.marks = {}
   if self.prefetch then self.prefetch:close() end
 end
 

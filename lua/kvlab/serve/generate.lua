@@ -25,9 +25,7 @@ local MAX_TOKENS = 128 -- unless max_tokens says otherwise
 --                              or the logits give no token
 ---@field stop string|nil       the stop string that ended it
 ---@field error any             what on_text raised, or what is wrong with the logits
----@field draft table|nil       where drafts are asked for: steps (decode steps), proposed
---                              and accepted (tokens of drafts), and lists of both by the
---                              place in the draft: proposed_at, accepted_at
+---@field draft kvlab.serve.Drafts|nil  what drafts did, where they are asked for
 ---@field logprobs table[]|nil  of each token { id =, logprob =, top = { { id =,
 --                              logprob = }, … } }, where they are asked for
 
@@ -252,8 +250,8 @@ end }
 --                  ignore_eos: these do not (false); logprobs: keeps the log-probability
 --                  of each token and of that many of the likeliest; draft: { ngram = 3,
 --                  tokens = 8 } drafts up to 8 tokens by looking up the last 3 in the
---                  text so far, { policy = "quest", ratio = 0.05, tokens = 4 } drafts 4 by
---                  a policy (draft.lua; tokens = "auto": as many as have paid so far);
+--                  text so far, { policy = "quest", ratio = 0.05, tokens = 4 } drafts 4
+--                  by a policy, tokens = "auto" as many as have paid so far (draft.lua);
 --                  on_text(text, answer): is given the text as it comes, and ends its
 --                  answer by returning false
 ---@return kvlab.Answer|kvlab.Answer[]  one, or a list where prompts is a list

@@ -32,8 +32,8 @@ function M.new(executor, o)
   return setmetatable({
     executor = executor, prefix = prefix_cache.new(executor.memory), waiting = {},
     running = {}, computing = {}, loading = {}, plan = { decode = {}, prefill = {} },
-    lengths = {}, view = { step = 0 }, uses = o.keep ~= false and {} or nil, max_seqs = o.max_seqs,
-      max_tokens = o.max_tokens,
+    lengths = {}, view = { step = 0 }, uses = o.keep ~= false and {} or nil,
+    max_seqs = o.max_seqs, max_tokens = o.max_tokens,
     ahead_tokens = o.prefetch_ahead * o.max_tokens, priority = o.priority,
     skips = o.late == "skip", block_size = executor.memory.block_size,
     watermark = math.ceil(o.watermark * executor.memory.blocks), window = 1,
@@ -118,7 +118,7 @@ end
 --- How many tokens a request that decodes gets: its newest one, and a draft as far as the
 -- token budget has room. Nobody is preempted for a draft.
 local function decode_tokens(self, r)
-  local d, n = r.draft, nil
+  local d, n = r.draft, nil -- luacheck: ignore 311
   if not d then return 1 end
   if d.policy then
     local most = (self.executor.max_blocks or self.executor.memory.blocks)

@@ -285,7 +285,8 @@ describe("an answer with drafts", function()
       "policy xattention does not select in decode")
     refuses({ draft = { policy = "quest", ngram = 2 } }, "both ngram and policy")
     refuses({ draft = { policy = "quest", draft = {} } }, "none inside of a draft")
-    refuses({ draft = { policy = kv.policy "quest", ratio = 0.1 } }, '"ratio" is no option')
+    refuses({ draft = { policy = kv.policy "quest", ratio = 0.1 } },
+      '"ratio" is no option')
     refuses({ draft = { policy = "quest", tokens = 48 } },
       "draft.tokens is 48, expected at most 47")
     assert.is_nil(kv.generate(e, PROMPTS[1], { max_tokens = 2, draft = false }).draft)
@@ -302,7 +303,8 @@ describe("an answer with drafts by a policy", function()
   end
 
   local function open(o)
-    local all = { blocks = 120, block_size = 4, chunk = 48, max_seqs = 6, max_blocks = 40 }
+    local all = { blocks = 120, block_size = 4, chunk = 48, max_seqs = 6,
+                  max_blocks = 40 }
     for key, value in pairs(o or {}) do all[key] = value end
     return attentive:engine(all)
   end
@@ -350,7 +352,8 @@ describe("an answer with drafts by a policy", function()
 
   it("has them by every policy, and when every policy decodes #policy", function()
     for _, name in ipairs(tried.names "decode") do
-      local got = generate(open(), PROMPTS, { max_tokens = 24, draft = { policy = name } })
+      local got = generate(open(), PROMPTS,
+        { max_tokens = 24, draft = { policy = name } })
       for i, answer in ipairs(got) do
         assert.same({ unpack(want[i].ids, 1, 24) }, answer.ids, name)
       end
@@ -385,6 +388,73 @@ describe("an answer with drafts by a policy", function()
         assert.is_true(math.abs(plain[5].logprobs[i].logprob - one.logprob) < 1e-4)
       end
     end
+  end)
+
+  it("draws the tokens that it draws without them", function()
+    local SAMPLINGS = {
+      { temperature = 0.5 }, { temperature = 1, top_p = 0.9 },
+      { temperature = 1.5, top_k = 9, min_p = 0.01 },
+      { temperature = 0.8, repetition_penalty = 1.3, logprobs = 1 },
+    }
+    for _, sampling in ipairs(SAMPLINGS) do
+      for _, o in ipairs { {}, { graph = true } } do
+        local function run(d)
+          local all = { max_tokens = 30, draft = d, seed = 11 }
+          for key, value in pairs(sampling) do all[key] = value end
+          return generate(open(o), PROMPTS, all)
+        end
+        local plain, got, accepted = run(), run(with { ratio = 0.5 }), 0
+        assert.same(ids_of(plain), ids_of(got))
+        for _, answer in ipairs(got) do accepted = accepted + answer.draft.accepted end
+        assert.is_true(accepted > 20, accepted)
+      end
+    end
+  end)
+
+  it("draws by the model's chances, whatever the draft's are", function()
+    local e, seeds, prompt = open { max_seqs = 16, chunk = 128 }, 3000, PROMPTS[3]
+    local prompts, firsts, vocab = {}, {}, 97
+    for seed = 1, seeds do prompts[seed] = { prompt = prompt, seed = seed } end
+    local sampling = { temperature = 12, top_k = 30, max_tokens = 3,
+                       draft = { policy = "streaming", blocks = 1, tokens = 1 } }
+    local accepted = 0
+    for _, answer in ipairs(kv.generate(e, prompts, sampling)) do
+      local first = answer.ids[1]
+      firsts[first] = firsts[first] or { count = 0 }
+      firsts[first].count = firsts[first].count + 1
+      firsts[first][answer.ids[2]] = (firsts[first][answer.ids[2]] or 0) + 1
+      accepted = accepted + answer.draft.accepted
+    end
+    local most
+    for first, one in pairs(firsts) do
+      if not most or one.count > firsts[most].count then most = first end
+    end
+    local seq = e:sequence()
+    e:prefill(seq, prompt)
+    local chances = require("kvlab.serve.sampler").chances(e:decode({ seq }, { most }),
+      { { choice = require("kvlab.serve.sampler").take(
+        { temperature = 12, top_k = 30 }), num_tokens = 0,
+        output_length = function() return 0 end } }):list()
+    local seen, square, classes, rest, rest_seen = firsts[most], 0, 0, 0, 0
+    for id = 0, vocab - 1 do
+      local expected = chances[id + 1] * seen.count
+      if chances[id + 1] == 0 then assert.is_nil(seen[id]) end
+      if expected >= 5 then
+        square = square + ((seen[id] or 0) - expected) ^ 2 / expected
+        classes = classes + 1
+      else
+        rest, rest_seen = rest + expected, rest_seen + (seen[id] or 0)
+      end
+    end
+    if rest >= 5 then
+      square, classes = square + (rest_seen - rest) ^ 2 / rest, classes + 1
+    end
+    local freedom = classes - 1
+    assert.is_true(freedom >= 3 and accepted > 0 and accepted < seeds, freedom)
+    -- Wilson and Hilferty: chi-square's 0.9999 point
+    local limit = freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ^ 0.5) ^ 3
+    assert.is_true(square < limit, ("%g of %g"):format(square, limit))
+    e.cache:close()
   end)
 
   it("ends with its stop token, and has exactly max_tokens tokens", function()
