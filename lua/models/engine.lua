@@ -345,12 +345,13 @@ local function compute_decode(self, count)
 end
 
 --- Under what the graph of a step is kept: of one token a sequence, the number of
--- sequences. Of drafts, every number by which the host decides what to launch.
+-- sequences. Of drafts, every number by which the host decides what to launch. Where the
+-- tokens begin in their blocks is none of these: verify pads the lists of blocks.
 local function graph_key(self)
   local batch = self.batch
   if batch.tokens_count == batch.count and not batch.tree then return batch.count end
   local key = ("%d tokens of %d, %d blocks, at most %d, %d words"):format(
-    batch.tokens_count, batch.count, batch.touched, batch.open_max,
+    batch.tokens_count, batch.count, batch.touched, batch.open_limit,
     batch.tree and batch.tree:size(1) or 0)
   if not self.attention.shape.has_tally then return key end
   -- a tally adds up the rows of each sequence
@@ -513,7 +514,7 @@ function Engine:draft(seqs, counts, tokens, choose)
 end
 
 local function verify(self, seqs, counts, tokens, parents, drafted)
-  self.batch:append(seqs, counts, tokens, parents)
+  self.batch:append(seqs, counts, tokens, parents, self.uses_graphs)
   if drafted then
     kv.scope(self.drafted.put, self.drafted, counts, drafted, self.batch.tokens)
   end

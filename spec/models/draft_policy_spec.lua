@@ -213,11 +213,18 @@ support.each_device(function(dev)
   end)
 
   it("takes one graph for its steps and one for each check on " .. dev:name(), function()
-    local s = open(model, { draft_policy = kv.policy "quest", graph = true })
-    for _ = 1, 10 do round(s, { 4, 4 }) end
-    assert.is_true(recorded(s.engine) <= 2, recorded(s.engine))
-    assert.is_truthy(s.engine.graphs["draft of 2"])
-    s.engine.cache:close()
+    for _, tier in ipairs { "resident", "hot cache" } do
+      local s = open(model, { draft_policy = kv.policy("h2o", { ratio = 0.2 }),
+                              graph = true, offload = TIERS[tier].offload })
+      local rng, keys = support.rng(5), {}
+      for _ = 1, 12 do -- tokens begin at every place of a block
+        round(s, { 4, 4 }, choosing(rng, function() return rng(3) == 0 end))
+      end
+      for key in pairs(s.engine.graphs) do keys[#keys + 1] = tostring(key) end
+      assert.equal(2, #keys, table.concat(keys, "; "))
+      assert.equal(2, recorded(s.engine))
+      s.engine.cache:close()
+    end
   end)
 end)
 
