@@ -23,9 +23,9 @@ end
 --- Makes room for `steps` steps.
 function Drafted:expect(steps)
   if self.ids and self.ids:size(0) >= steps then return end
-  self.ids = kv.lasting(kv.zeros, self.device, "i32", { steps, self.max_seqs })
-  self.flat = self.ids:reshape { 1, steps * self.max_seqs }
-  self.rows = {}
+  local ids = kv.lasting(kv.zeros, self.device, "i32", { steps, self.max_seqs })
+  self.flat, self.rows = kv.lasting(ids.reshape, ids, { 1, steps * self.max_seqs }), {}
+  self.ids = ids -- the last: an interrupt may come between any two
 end
 
 local function narrow_row(self, at, n) return self.ids:index(at - 1):narrow(0, n) end

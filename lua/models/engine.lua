@@ -72,9 +72,10 @@ Engine.__index = Engine
 local POLICY = options.like("a policy, as kv.policy makes them", "options",
   "compute_decode")
 local OPTIONS = {
-  policy = POLICY, prefill_policy = POLICY, draft_policy = POLICY, blocks = options.count,
-  block_size = options.count, max_seqs = options.count, chunk = options.count,
-  max_blocks = options.count, offload = OFFLOAD, graph = options.boolean,
+  policy = POLICY, prefill_policy = POLICY, draft_policy = POLICY,
+  draft_reuse = options.boolean, blocks = options.count, block_size = options.count,
+  max_seqs = options.count, chunk = options.count, max_blocks = options.count,
+  offload = OFFLOAD, graph = options.boolean,
   format = options.one_of(unpack(formats.NAMES)),
 }
 local SIZES = { "layers", "heads", "kv_heads", "head_dim", "hidden", "vocab" }
@@ -105,18 +106,19 @@ local function merged(defaults, given)
   return all
 end
 
-local function new_attention(self, policy, prefill_policy, draft_policy)
+local function new_attention(self, policy, prefill_policy, draft_policy, reuse)
   return kv.attention(merged({
     cache = self.cache, heads = self.model.config.heads, max_seqs = self.max_seqs,
     max_blocks = self.max_blocks, decode_policy = policy, prefill_policy = prefill_policy,
-    draft_policy = draft_policy,
+    draft_policy = draft_policy, draft_reuse = reuse,
   }, self.model.attention_options))
 end
 
 --- Memory and policies to run a model with. Families offer it as `model:engine { … }`.
 ---@param model table
 ---@param o? table  policy: selects in decode (full), prefill_policy: in prefill (full),
---                  draft_policy: in the steps that make drafts (none);
+--                  draft_policy: in the steps that make drafts (none), draft_reuse: in
+--                  the first of these alone (false);
 --                  blocks of the cache (1024), block_size in tokens (16), max_seqs: most
 --                  sequences of a step (16), chunk: most tokens of a prefill step (512),
 --                  max_blocks of one sequence (all), format of the cache (the model's
@@ -141,7 +143,8 @@ function M.new(model, o)
     head_dim = c.head_dim, offload = o.offload
       and merged({ max_seqs = self.max_seqs, max_tokens = rows }, o.offload) or nil,
   }
-  self:use_attention(new_attention(self, o.policy, o.prefill_policy, o.draft_policy))
+  self:use_attention(new_attention(self, o.policy, o.prefill_policy, o.draft_policy,
+    o.draft_reuse))
   self.batch = self.cache:batch {
     max_seqs = self.max_seqs, max_tokens = rows, max_blocks = o.max_blocks,
     fixed_width = o.graph,
@@ -177,9 +180,10 @@ end
 -- densely: for use_attention, and for the requests of a server that name it.
 ---@param policy table
 ---@param draft_policy? kvlab.Policy  that makes drafts
+---@param reuse? boolean  one selection for all tokens of a draft
 ---@return kvlab.Attention
-function Engine:attention_of(policy, draft_policy)
-  return new_attention(self, policy, nil, draft_policy)
+function Engine:attention_of(policy, draft_policy, reuse)
+  return new_attention(self, policy, nil, draft_policy, reuse)
 end
 
 --- The attention that decodes and prefills as another one does, by policies with the same
@@ -188,16 +192,18 @@ end
 ---@param attention kvlab.Attention
 ---@param policy table  not attached; its options are used
 ---@param key any       of the same value for each draft by this policy and these options
+---@param reuse? boolean  one selection for all tokens of a draft
 ---@return kvlab.Attention
-function Engine:drafting(attention, policy, key)
+function Engine:drafting(attention, policy, key, reuse)
   local base = attention.base or attention
+  key = reuse and ("reusing %s"):format(tostring(key)) or key
   base.drafting = base.drafting or {}
   local made = base.drafting[key]
   if not made then
     local prefill, decode = base.prefill_policy, base.decode_policy
     local new_prefill = kv.policy.again(prefill)
     local new_decode = decode == prefill and new_prefill or kv.policy.again(decode)
-    made = new_attention(self, new_decode, new_prefill, kv.policy.again(policy))
+    made = new_attention(self, new_decode, new_prefill, kv.policy.again(policy), reuse)
     made.base, base.drafting[key] = base, made
   end
   return made
@@ -471,7 +477,8 @@ local function draft(self, seqs, counts, tokens, choose)
     self.attention:begin(self.batch, false, nil, at)
     local logits
     if self.uses_graphs and not self.attention.draft_policy.eager then
-      logits = replay_decode(self, n, "draft of " .. n)
+      logits = replay_decode(self, n, ("draft of %d, %s"):format(n,
+        self.attention.reuse_role or "each selects"))
     else
       logits = compute_decode(self, n)
     end
@@ -485,8 +492,8 @@ end
 --- Makes drafts: of each sequence's newest token, and of so many that may follow it, by
 -- steps of one token in which the attention's draft policy selects. They run on the
 -- sequences, and nothing waits for the device. Afterwards the sequences have the length
--- that they had. The next step must be a verify of these sequences, which computes K and
--- V of the tokens again; if it is another one, the draft leaves nothing behind.
+-- that they had. The next step should verify these sequences with `drafted`, which
+-- computes K and V of the tokens again; if it does not, the draft leaves nothing behind.
 ---@param seqs kvlab.Sequence[]
 ---@param counts integer[]   tokens of the draft of each, one or more
 ---@param tokens integer[]   the newest token of each
@@ -518,7 +525,7 @@ local function verify(self, seqs, counts, tokens, parents, drafted)
   if drafted then
     kv.scope(self.drafted.put, self.drafted, counts, drafted, self.batch.tokens)
   end
-  self.attention:begin(self.batch, false)
+  self.attention:begin(self.batch, false, nil, drafted and 0 or nil)
   return run_decode(self)
 end
 

@@ -6,6 +6,7 @@
 -- Tolerance: the same kernels on the same numbers, 1e-5; equal tokens.
 local emitting = require "spec.models.emitting"
 local kv = require "kvlab"
+local reuse = require "kvlab.policy.reuse"
 local support = require "spec.support"
 local tiny = require "spec.models.tiny"
 local tried = require "spec.tried_policies"
@@ -44,6 +45,8 @@ local function new_policy(name)
   return OWN[name] and OWN[name] {}
     or kv.policy(name, name == "h2o" and { ratio = 0.3 } or nil)
 end
+
+local function may_reuse(name) return (pcall(reuse.expect_policy, new_policy(name))) end
 
 local PROMPTS = { {}, {} }
 for t = 1, 30 do
@@ -117,9 +120,9 @@ support.each_device(function(dev)
     s.engine.cache:close()
   end)
 
-  local function check(name, tier, graph)
+  local function check(name, tier, graph, reuses)
     local s = open(model, { draft_policy = new_policy(name), graph = graph,
-                            offload = TIERS[tier].offload })
+                            draft_reuse = reuses, offload = TIERS[tier].offload })
     local rng, lengths = support.rng(7), {}
     while #s.said[1] < TOKENS or #s.said[2] < TOKENS do
       local most = 1 + rng(5)
@@ -180,6 +183,7 @@ support.each_device(function(dev)
         dev:name()), function()
         check(name, tier, false)
         if tier ~= "ring" then check(name, tier, true) end
+        if may_reuse(name) then check(name, tier, tier ~= "ring", true) end
       end)
     end
 
@@ -212,6 +216,43 @@ support.each_device(function(dev)
     b.engine.cache:close()
   end)
 
+  it("selects once if it reuses its selection, on " .. dev:name(), function()
+    local calls, selections = 0, {}
+    local p = kv.policy("quest", { blocks = 3 })
+    local select = p.select_blocks
+    function p.select_blocks(...)
+      calls = calls + 1
+      return select(...)
+    end
+    local s = open(model, { draft_policy = p, draft_reuse = true, block_size = 4 })
+    local attention = s.engine.attention
+    attention.hooks = { attention_finished = function(ctx)
+      if not ctx.is_draft then return end
+      local pool = ctx.selections[2]
+      local at = pool.taken
+      for _, view in pairs(pool.views[at]) do
+        selections[#selections + 1] = { blocks = view.selection:list(),
+          last = ctx.sequences[1]:blocks() - 1 }
+      end
+    end }
+    for number = 1, 5 do
+      calls, selections = 0, {}
+      round(s, { 5, 5 })
+      assert.equal(model.config.layers, calls, number)
+      assert.equal(5 * calls, #selections)
+      for i = calls + 1, #selections do -- the blocks of the first step and the newest
+        local first, own = selections[(i - 1) % calls + 1], selections[i]
+        local is_there = {}
+        for at = 1, 3 do is_there[first.blocks[at]] = true end
+        for at = 1, 3 do
+          local block = own.blocks[at]
+          assert.is_true(is_there[block] or block >= own.last - 1, i)
+        end
+      end
+    end
+    s.engine.cache:close()
+  end)
+
   it("takes one graph for its steps and one for each check on " .. dev:name(), function()
     for _, tier in ipairs { "resident", "hot cache" } do
       local s = open(model, { draft_policy = kv.policy("h2o", { ratio = 0.2 }),
@@ -224,6 +265,11 @@ support.each_device(function(dev)
       assert.equal(2, #keys, table.concat(keys, "; "))
       assert.equal(2, recorded(s.engine))
       s.engine.cache:close()
+      s = open(model, { draft_policy = kv.policy "quest", draft_reuse = true,
+                        graph = true, offload = TIERS[tier].offload })
+      for _ = 1, 12 do round(s, { 4, 4 }) end
+      assert.equal(3, recorded(s.engine))
+      s.engine.cache:close()
     end
   end)
 end)
@@ -235,6 +281,14 @@ describe("a draft policy", function()
     support.refuses(function()
       model:engine { draft_policy = kv.policy "xattention" }
     end, "policy xattention does not select in decode", "a draft")
+    support.refuses(function()
+      model:engine { draft_policy = kv.policy "magicpig", draft_reuse = true }
+    end, "policy magicpig has a bias, a mask, a log_weight or emit", "reuses")
+    support.refuses(function()
+      model:engine { draft_policy = kv.policy "nsa_branches", draft_reuse = true }
+    end, "policy nsa_branches has a dataflow of its own")
+    support.refuses(function() model:engine { draft_reuse = true } end,
+      "draft_reuse is true, expected false without a draft_policy")
     local e = model:engine { blocks = 20 }
     local seq = e:sequence()
     e:prefill(seq, { 1, 2, 3 })

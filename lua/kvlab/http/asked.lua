@@ -35,6 +35,7 @@ end
 local draft_tokens = fields.whole(1, draft.MOST)
 local DRAFT = {
   policy = fields.string, policy_options = fields.object, ngram = fields.whole(1, 64),
+  reuse = fields.boolean,
   tokens = function(name, x) return x == "auto" and x or draft_tokens(name, x) end,
 }
 
@@ -49,9 +50,13 @@ local function draft_of(name, x)
     known[field] = function(_, value) return kind("draft." .. field, value) end
   end
   local o = fields.take(x, known)
-  if o.policy and o.ngram or o.policy_options and not o.policy then
-    problem.wrong(name, o.ngram and "both draft.ngram and draft.policy are given, "
-      .. "expected one of them" or "draft.policy_options is given without draft.policy")
+  if o.policy and o.ngram then
+    problem.wrong(name, "both draft.ngram and draft.policy are given, expected one of "
+      .. "them")
+  end
+  local of_policy = o.policy_options and "policy_options" or o.reuse ~= nil and "reuse"
+  if of_policy and not o.policy then
+    problem.wrong(name, ("draft.%s is given without draft.policy"):format(of_policy))
   end
   return o
 end

@@ -8,6 +8,7 @@ local named = require "kvlab.named"
 local policies = require "kvlab.policy.policy"
 local problem = require "kvlab.http.problem"
 local rest = require("kvlab.slices").rest
+local reuse = require "kvlab.policy.reuse"
 
 local M = {}
 
@@ -70,14 +71,17 @@ local function made(field, options, make, ...)
     "invalid_policy")
 end
 
-local function drafting(name, options)
-  return draft_steps.expect_policy(policies(name, options))
+local function drafting(draft, options)
+  local policy = draft_steps.expect_policy(policies(draft.policy, options))
+  return draft.reuse and reuse.expect_policy(policy) or policy
 end
 
+--- Opens the attention of a policy, and of the policy of a draft with its options.
 local function open(self, name, options, draft, of_draft)
   local drafts = draft and made("draft.policy", of_draft, drafting, draft, of_draft)
   return made("policy", options, function()
-    return self.engine:attention_of(policies(name, options), drafts)
+    return self.engine:attention_of(policies(name, options), drafts,
+      draft and draft.reuse)
   end)
 end
 
@@ -121,7 +125,8 @@ local function entry_of(self, name, given, is_own, draft)
   if draft then
     check_name("draft.policy", draft.policy)
     of_draft = settable("draft.policy_options", draft.policy, draft.policy_options or {})
-    key = ("%s, drafts: %s %s"):format(key, draft.policy, json.encode(of_draft))
+    key = ("%s, drafts: %s %s %s"):format(key, draft.policy, tostring(draft.reuse),
+      json.encode(of_draft))
   end
   local entry = self.entries[key]
   if entry then return entry end
@@ -129,8 +134,7 @@ local function entry_of(self, name, given, is_own, draft)
   for option, value in pairs(is_own and self.options or {}) do all[option] = value end
   for option, value in pairs(given) do all[option] = value end
   make_room(self)
-  entry = { name = name, users = 0, attention = open(self, name, all,
-    draft and draft.policy, of_draft) }
+  entry = { name = name, users = 0, attention = open(self, name, all, draft, of_draft) }
   self.entries[key] = entry
   return entry
 end

@@ -29,6 +29,7 @@ local ops = require "kvlab.tensor.ops"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
 local policy = require "kvlab.policy.policy"
+local reuse = require "kvlab.policy.reuse"
 local rows = require "kvlab.memory.rows"
 local tensor = require "kvlab.tensor.tensor"
 
@@ -76,7 +77,7 @@ local OPTIONS = {
   window = options.either(options.whole, options.list_of(options.whole, 1)),
   soft_cap = options.not_negative,
   max_seqs = options.count, max_blocks = options.count,
-  decode_through = options.one_of("ring", "hot"),
+  decode_through = options.one_of("ring", "hot"), draft_reuse = options.boolean,
 }
 
 -- What a step may change, for the journal.
@@ -84,7 +85,10 @@ local Step = {}
 Step.__index = Step
 
 function Step.forget() end
-function Step:undo() self.tier:undone() end
+function Step:undo()
+  self.tier:undone()
+  self.drafts.is_verified = false
+end
 
 --- An option's values for every layer, from 0; nil where it is not given.
 local function of_layers(name, value, layers, is_wanted)
@@ -151,7 +155,9 @@ end
 --                 then a layer with a window reads all of it, and policies select in the
 --                 others; soft_cap of the scores (0: none), max_seqs (16), max_blocks of
 --                 a sequence (all blocks of the cache); decode_through: "hot" or "ring",
---                 for a cache that has both ("hot")
+--                 for a cache that has both ("hot"); draft_reuse: the draft policy
+--                 selects in the first step of a draft alone, and the other steps read
+--                 the same blocks, and the newest ones (false)
 ---@return kvlab.Attention
 function M.attention(o)
   o = options.check("attention", o, OPTIONS)
@@ -167,12 +173,20 @@ function M.attention(o)
   self.prefill_policy = phase_policy(o, "prefill")
   self.decode_policy = phase_policy(o, "decode", self.prefill_policy)
   self.draft_policy = o.draft_policy and draft_steps.expect_policy(o.draft_policy)
+  if o.draft_reuse then
+    if not self.draft_policy then
+      options.fail "attention: draft_reuse is true, expected false without a draft_policy"
+    end
+    reuse.expect_policy(self.draft_policy)
+    self.reuse = reuse.new()
+  end
   for _, phase in ipairs { "prefill", "decode" } do
     if self.draft_policy and self.draft_policy == self[phase .. "_policy"] then
       options.fail(("attention: draft_policy is the %s_policy, expected a policy of its "
         .. "own"):format(phase))
     end
   end
+  if self.draft_policy then self.draft_policy.drafts = true end -- what it is for
   self.shape = {
     device = cache.device, layers = cache.layers, blocks = cache.blocks, heads = o.heads,
     block_size = cache.block_size, kv_heads = cache.kv_heads, head_dim = cache.head_dim,
@@ -197,7 +211,8 @@ function M.attention(o)
   self.rows, self.scratches = rows.new(cache.device), {}
   self.drafts = draft_steps.new(cache.journal, self.drafters)
   self.draft_rows = self.draft_policy and rows.new(cache.device)
-  self.step, self.step_entry = {}, setmetatable({ tier = cache.tier }, Step)
+  self.step = {}
+  self.step_entry = setmetatable({ tier = cache.tier, drafts = self.drafts }, Step)
   self.prefill_reader, self.decode_reader = cache.tier:readers(self, o.decode_through, 2)
   return self
 end
@@ -269,20 +284,19 @@ end
 ---@param is_prefill boolean
 ---@param ends_prompts? boolean[]
 ---@param draft? integer  it is this step of a draft, counted from 1: of one token for
---                        each sequence, and the draft policy selects
+--                        each sequence, and the draft policy selects. 0: it verifies the
+--                        draft. Nothing stays of a draft that no step verifies
 function Attention:begin(batch, is_prefill, ends_prompts, draft)
   if batch.cache ~= self.cache then
     error("begin: batch belongs to another cache", 2)
   end
   check_step(self, batch, is_prefill)
-  if draft and not self.draft_policy then
+  if draft and draft > 0 and not self.draft_policy then
     options.fail "begin: a step of a draft, but the attention has no draft_policy"
   end
   local journal, drafts = self.cache.journal, self.drafts
-  local is_draft = draft ~= nil
-  local verifies = not is_draft and not is_prefill and batch.tokens_count > batch.count
-    and not drafts.is_verified
-  if draft == 1 or not is_draft and not verifies then drafts:finish() end
+  local is_draft = draft ~= nil and draft > 0
+  if draft == 1 or draft == nil or drafts.is_verified then drafts:finish() end
   if is_draft then
     drafts:begin(draft, batch.seqs, self.step_entry)
   else
@@ -292,6 +306,7 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft)
   each_policy(self, policy.note_use)
   self.cache.tier:begin(batch, is_prefill)
   local ctx = begin_context(self, batch, is_prefill, is_draft)
+  self.reuse_role = self.reuse and is_draft and self.reuse:role(draft, ctx) or nil
   ctx.ends_prompts = ends_prompts
   if ctx.policy.step_begin then ctx.policy:step_begin(ctx) end
   for i = 1, is_prefill and #self.watchers or 0 do
@@ -376,6 +391,11 @@ local function bring_ahead(self, ctx)
   self.decode_reader:bring_ahead(expected, ctx, ctx.is_prefill and ends or nil)
 end
 
+--- The attention of a step of a draft whose tokens share a selection.
+local function attend_reusing(p, self, ctx, out)
+  return self.reuse[self.reuse_role](self.reuse, p, self, ctx, out)
+end
+
 --- Appends k, v [tokens, kv_heads, head_dim] and attends with q [tokens, heads,
 -- head_dim]. With inv_freq, q is rotated in place, and k may be.
 ---@return kvlab.Tensor out  [tokens, heads, head_dim]
@@ -402,6 +422,7 @@ function Attention:forward(layer, q, k, v, out)
   end
   local compute = ctx.is_prefill and p.compute_prefill or p.compute_decode
   if self.windows and ctx.window > 0 then compute = attend_window end
+  if self.reuse_role and compute ~= attend_window then compute = attend_reusing end
   for i = 1, #self.emitting do self.emitting[i]:forget() end
   local selection, counts, tokens
   out, selection, counts, tokens = compute(p, self, ctx, out)
@@ -610,7 +631,7 @@ local A_HOOK = options.optional(options.like("a policy's hook", "prepare", "owne
 arguments.methods(Attention, "an attention", {
   take_back = { counts = options.table },
   begin = { batch = objects.batch, ends_prompts = options.optional(options.table),
-            draft = options.optional(options.count) },
+            draft = options.optional(options.whole) },
   forward = { layer = options.whole, q = kinds.tensor, k = kinds.tensor,
               v = kinds.tensor, out = some },
   over = { ctx = objects.layer_context, out = some, lse = some }, direct = DIRECT,

@@ -115,6 +115,12 @@
 -- a sequence of its own, with one query and the length up to it; ctx.sequences then has
 -- views of the sequence, and seq.base is the sequence itself (memory/rows.lua).
 --
+-- A policy may make drafts (attention's draft_policy): self.drafts is then true. It is
+-- called in prefill steps as any other, and in its own steps, which look like decode
+-- steps of several tokens with one for each sequence. Of the steps that decode, it sees
+-- the K (on_decode_offload) alone, also before the first draft, and of the tokens of a
+-- draft it sees the K twice: that of the draft, and that of the step that verified it.
+--
 -- Options of every policy: the budget, given as one of ratio (share of a sequence's
 -- blocks), tokens or blocks; min_blocks; and sink and recent (blocks that are always
 -- selected; they count towards the budget). If the defaults have a seed, its value is
@@ -449,12 +455,14 @@ function M.again(self)
   return made.make(made.given)
 end
 
---- The options of a policy, as they were when it was made.
+--- Why a policy's attention in decode is more than that over the blocks that it selects;
+-- nil if it is not.
 ---@param self kvlab.Policy
----@return table
-function M.options_of(self)
-  options.argument("options_of", "self", self, objects.policy)
-  return MADE[self].given
+---@return string|nil
+function M.beside_selection(self)
+  options.argument("beside_selection", "self", self, objects.policy)
+  return self.compute_decode ~= Policy.compute_decode and "a dataflow of its own"
+    or self.expressions.attention and "a bias, a mask, a log_weight or emit" or nil
 end
 
 --- Makes a policy from its definition, whose fields are listed at the head of this file.

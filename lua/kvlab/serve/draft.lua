@@ -17,6 +17,7 @@
 local options = require "kvlab.options"
 local policies = require "kvlab.policy.policy"
 local draft_steps = require "kvlab.policy.draft_steps"
+local reuse = require "kvlab.policy.reuse"
 local sorted = require "kvlab.sorted"
 
 local M = {}
@@ -27,7 +28,7 @@ M.MOST = 127
 local TOKENS = options.either(options.within(1, M.MOST), options.one_of("auto"))
 local BY_TEXT = { ngram = options.within(1, 64), tokens = TOKENS }
 local BY_POLICY = {
-  tokens = TOKENS,
+  tokens = TOKENS, reuse = options.boolean,
   policy = options.either({ "a policy's name", options.string[2] },
     options.like("a policy, as kv.policy makes them", "compute_decode")),
 }
@@ -50,16 +51,19 @@ local function policy_of(o)
   elseif rest.draft ~= nil then
     options.fail "draft: draft is given, expected none inside of a draft"
   end
+  local expect = o.reuse and reuse.expect_policy or draft_steps.expect_policy
   if type(policy) == "table" then
     local name = next(rest)
     if name then options.refuse("draft", name, sorted.keys(BY_POLICY)) end
-    return draft_steps.expect_policy(policy), policy
+    draft_steps.expect_policy(policy)
+    return expect(policy), policy
   end
   local parts = { policy }
   for _, name in ipairs(sorted.keys(rest)) do
     parts[#parts + 1] = ("%s=%s"):format(name, tostring(rest[name]))
   end
-  return draft_steps.expect_policy(policies(policy, rest)), table.concat(parts, " ")
+  return expect(draft_steps.expect_policy(policies(policy, rest))),
+    table.concat(parts, " ")
 end
 
 --- The options of a draft: those of the way in which it is made.
@@ -80,7 +84,8 @@ end
 -- { policy = "quest", ratio = 0.05, tokens = 4 }: by a policy, or one of this name with
 -- the options that stand beside it; tokens: of a draft, so the policy's own budget is a
 -- ratio or blocks.
--- tokens = "auto": by what was accepted so far.
+-- tokens = "auto": by what was accepted so far. reuse = true: one selection for all
+-- tokens of a draft.
 M.KIND = options.nested(fields_of)
 
 ---@class kvlab.serve.Drafts  what drafts did
@@ -98,6 +103,7 @@ M.KIND = options.nested(fields_of)
 ---@field ngram integer|nil
 ---@field policy kvlab.Policy|nil  makes the drafts, in an attention of its own
 ---@field key any           of the policy and its options
+---@field reuses boolean|nil  one selection serves all tokens of a draft
 ---@field tokens integer|nil  nil: auto
 ---@field ids integer[]     the draft of the present step
 
@@ -110,7 +116,12 @@ function M.take(o)
   if not o then return nil end
   local d = M.counts()
   d.ids = {}
-  if o.policy then d.policy, d.key = policy_of(o) else d.ngram = o.ngram or 3 end
+  if o.policy then
+    d.policy, d.key = policy_of(o)
+    d.reuses = o.reuse or nil
+  else
+    d.ngram = o.ngram or 3
+  end
   d.tokens = o.tokens or d.policy and 4 or 8
   if d.tokens == "auto" then
     d.tokens, d.most = nil, d.policy and AUTO.policy or AUTO.text

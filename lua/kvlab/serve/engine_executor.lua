@@ -94,7 +94,7 @@ function EngineExecutor:admit_keys(r)
     error("request: attention is over another cache, expected one over the engine's", 3)
   end
   if d and d.policy and attention.draft_policy ~= d.policy then
-    attention = self.engine:drafting(attention, d.policy, d.key)
+    attention = self.engine:drafting(attention, d.policy, d.key, d.reuses)
   end
   attention.hooks, r.attention = self.hooks, attention
   r.reads_prompt = r.prompt_logprobs ~= nil or attention:watches_prompts()

@@ -252,7 +252,8 @@ describe("chats", function()
     function()
     local server = open { draft = { policy = "quest", ratio = 0.2, tokens = 3 } }
     local own = open {}
-    local DRAFTS = { "none named", false, { ngram = 2 }, { policy = "streaming",
+    local DRAFTS = { "none named", false, { ngram = 2 },
+                       { policy = "block_mean", reuse = true }, { policy = "streaming",
       policy_options = { blocks = 2 }, tokens = "auto" } }
     for _, temperature in ipairs { 0, 0.8 } do
       for _, draft in ipairs(DRAFTS) do
@@ -467,6 +468,9 @@ describe("a wrong request", function()
       "draft.policy" },
     { COMPLETE, '{"prompt": "a", "draft": {"policy": "quest", "ngram": 2}}', nil,
       "draft" },
+    { COMPLETE, '{"prompt": "a", "draft": {"ngram": 2, "reuse": false}}', nil, "draft" },
+    { COMPLETE, '{"prompt": "a", "draft": {"policy": "magicpig", "reuse": true}}',
+      "invalid_policy", "draft.policy" },
     { COMPLETE, '{"prompt": "a", "draft": {"policy": "quest", "tokens": 120}}', nil,
       "draft.tokens" },
     { CHAT, "{}", nil, "messages" }, { CHAT, '{"messages": []}', nil, "messages" },

@@ -330,6 +330,7 @@ describe("an answer with drafts by a policy", function()
     it("has the tokens of one without, through " .. tier, function()
       local accepted, proposed = 0, 0
       for _, d in ipairs { QUEST, with { tokens = "auto" }, with { tokens = 1 },
+                           with { reuse = true, tokens = 5 },
                            { policy = kv.policy("h2o", { ratio = 0.2 }) },
                            { policy = "streaming", blocks = 1, tokens = 3 } } do
         local got = generate(open(o), PROMPTS, { max_tokens = 40, draft = d })
