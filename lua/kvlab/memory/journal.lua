@@ -33,6 +33,7 @@ local M = {}
 ---@field count integer    entries of the transactions that are under way
 ---@field step table[]|nil  the entries with take_back of the step that began last
 ---@field is_draft boolean|nil  that step makes a token of a draft
+---@field draft table|nil     the steps of a draft that no step has verified yet
 ---@field recording table[]|nil  entries of the work that is being recorded in a graph
 local Journal = {}
 Journal.__index = Journal
@@ -85,6 +86,11 @@ function Journal:begin(step, is_rows, is_draft)
   settle(step)
   step.is_known, self.step, self.is_draft = false, is_rows and step or nil, is_draft
   self.is_open = self.depth > 0 or is_rows
+end
+
+--- Ends a draft that no step has verified: what it changed is taken back.
+function Journal:end_draft()
+  if self.draft then self.draft:finish() end
 end
 
 --- Whether a graph may be replayed: the journal has let go of the entries of the last

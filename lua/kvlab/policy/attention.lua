@@ -301,7 +301,7 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft)
     drafts:begin(draft, batch.seqs, self.step_entry)
   else
     if journal.is_open then note_step(self, journal, batch.seqs) end
-    drafts.is_verified = drafts.count > 0
+    drafts:verify()
   end
   each_policy(self, policy.note_use)
   self.cache.tier:begin(batch, is_prefill)

@@ -44,7 +44,7 @@ function DraftSteps:begin(at, seqs, entry)
     step.own[row], step.taken[row] = is_there and 1, is_there and 0
   end
   journal:begin(step, true, true)
-  self.count, self.is_verified = at, false
+  self.count, self.is_verified, journal.draft = at, false, self
   journal:note(entry)
   for row = 1, #seqs do
     for i = 1, #self.keepers do
@@ -70,9 +70,15 @@ function DraftSteps:take_back(kept)
 end
 
 local function finish(self)
+  self.journal.draft = nil
   if not self.is_verified then return self:take_back({}) end
   for at = 1, self.count do self.journal:settle(self.steps[at]) end
   self.count = 0
+end
+
+--- The step that begins verifies the draft.
+function DraftSteps:verify()
+  self.is_verified, self.journal.draft = self.count > 0, nil
 end
 
 --- Ends the draft, if there is one, before another step begins. All steps of one that was
