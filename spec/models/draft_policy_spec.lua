@@ -216,6 +216,46 @@ support.each_device(function(dev)
     b.engine.cache:close()
   end)
 
+  it("turns a token only where two are as good as equal on " .. dev:name(), function()
+    -- the second half of the vocabulary are the doubles of the first half: their logits
+    -- differ by about one in 2^20, which the order of a sum may turn
+    local twins = tiny.attentive(dev)
+    local half = math.floor(VOCAB / 2)
+    twins.embedding:narrow(half, half)
+      :copy_(twins.embedding:narrow(0, half):mul(1 + 2 ^ -20))
+    local s = open(twins, { draft_policy = kv.policy "quest" })
+    local plain = open(twins, {})
+    local turned, tokens = 0, 0
+    for _ = 1, 30 do
+      local first = s.seqs[1]:length()
+      s.engine:draft(s.seqs, { 4, 4 }, s.newest)
+      local rows = { s.newest[1], 0, 0, 0, 0, s.newest[2], 0, 0, 0, 0 }
+      local logits = s.engine:verify(s.seqs, { 5, 5 }, rows, nil, { 4, 4 }):clone()
+      local ids, says = s.engine.batch.tokens:list(), logits:argmax():list()
+      for t = 0, 4 do -- the same tokens, one by one
+        local own = plain.engine:decode(plain.seqs, { ids[1 + t], ids[6 + t] })
+        local best = own:argmax():list()
+        for i = 1, 2 do
+          tokens = tokens + 1
+          local said, list = says[5 * (i - 1) + t + 1], own:index(i - 1):list()
+          if said ~= best[i] then
+            turned = turned + 1
+            local gap = list[best[i] + 1] - list[said + 1]
+            assert.is_true(gap <= 1e-5 * math.abs(list[best[i] + 1]), gap)
+          end
+        end
+      end
+      s.newest = { says[5], says[10] }
+      s.engine:take_back { 0, 0 }
+      assert.equal(first + 5, s.seqs[1]:length())
+    end
+    -- of all tokens, which each have a double, some may turn; without doubles none does
+    assert.equal(300, tokens)
+    assert.is_true(turned < tokens / 4, turned)
+    s.engine.cache:close()
+    plain.engine.cache:close()
+  end)
+
   it("selects once if it reuses its selection, on " .. dev:name(), function()
     local calls, selections = 0, {}
     local p = kv.policy("quest", { blocks = 3 })

@@ -2,7 +2,7 @@
 -- and the later steps read the same blocks and the newest ones, without its scores.
 local options = require "kvlab.options"
 local policy = require "kvlab.policy.policy"
-local tensor = require "kvlab.tensor.tensor"
+local tensor = require "kvlab.tensor.arithmetic"
 
 local M = {}
 
@@ -32,10 +32,10 @@ function M.new() return setmetatable({ kept = {} }, Reuse) end
 ---@return string|nil  first, again
 function Reuse:role(step, ctx)
   if step == 1 then
-    self.shape_number = ctx.shape_number
+    self.shape_number, self.seqs = ctx.shape_number, ctx.seqs
     return "first"
   end
-  return self.shape_number == ctx.shape_number and "again" or nil
+  return self.seqs == ctx.seqs and "again" or nil
 end
 
 local function new_marks(ctx, heads)
@@ -50,10 +50,26 @@ local function keep(self, ctx, selection)
     local marks = kept[ctx.layer]
       or tensor.lasting(new_marks, ctx, tonumber(selection.sizes[1]))
     kept[ctx.layer] = marks
-    ctx:mark(selection):log(marks) -- 0, and -inf for a block that was not selected
+    marks:copy_(ctx:mark(selection))
   else
     kept[ctx.layer] = false
   end
+end
+
+local function widened(marks, ctx, scores)
+  local rows, width = marks:size(0) * marks:size(1), marks:size(2)
+  local columns = tensor.arange(ctx.device, "i32", ctx.width):reshape { 1, ctx.width }
+    :add(tensor.zeros(ctx.device, "i32", { rows, 1 }))
+  marks:reshape { rows, width }:gather(columns, scores:reshape { rows, ctx.width })
+end
+
+--- Scores that select the marked blocks: 0, and -inf for the others. A batch may have
+-- more columns than in the first step.
+local function scores_of(marks, ctx)
+  local scores = ctx:new_scores(marks:size(1))
+  if marks:size(2) == ctx.width then return marks:log(scores) end
+  tensor.scope(widened, marks, ctx, scores)
+  return scores:log(scores)
 end
 
 --- In place of the policy's compute_decode in the first step.
@@ -65,9 +81,9 @@ end
 
 --- The same in a later step.
 function Reuse:again(p, attention, ctx, out)
-  local marks = self.kept[ctx.shape_number][ctx.layer]
+  local marks = self.kept[self.shape_number][ctx.layer]
   if not marks then return attention:over(nil, ctx, out) end
-  local selection, counts = ctx:select(marks, p.budget)
+  local selection, counts = ctx:select(scores_of(marks, ctx), p.budget)
   return attention:over(selection, ctx, out), selection, counts
 end
 
