@@ -474,11 +474,12 @@ local function draft(self, seqs, counts, tokens, choose)
     if at > 1 then
       kv.scope(drafted.read, drafted, at - 1, previous, rows, self.batch.tokens)
     end
-    self.attention:begin(self.batch, false, nil, at)
+    self.attention:begin(self.batch, false, nil, at, most)
     local logits
     if self.uses_graphs and not self.attention.draft_policy.eager then
-      logits = replay_decode(self, n, ("draft of %d, %s"):format(n,
-        self.attention.reuse_role or "each selects"))
+      local attention = self.attention
+      logits = replay_decode(self, n, ("draft of %d, %s, in %d blocks"):format(n,
+        attention.reuse_role or "each selects", attention.draft_rows.open_limit))
     else
       logits = compute_decode(self, n)
     end

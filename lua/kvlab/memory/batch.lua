@@ -117,6 +117,11 @@ function M.most_touched(seqs, tokens, block_size)
     + math.min(seqs, math.max(0, tokens - seqs))
 end
 
+--- The most blocks that `count` new tokens of a sequence can lie in.
+function M.touched_limit(count, block_size)
+  return count == 0 and 0 or math.floor((count + block_size - 2) / block_size) + 1
+end
+
 -- ---- making one -----------------------------------------------------------------------
 
 local LIMIT = options.within(1, 2 ^ 24) -- of sequences and tokens of a step
@@ -312,11 +317,6 @@ end
 
 local tree_bits = ffi.new("uint64_t[?]", TREE_WORDS)
 
---- The most blocks that `count` new tokens of a sequence can lie in.
-local function touched_limit(count, block_size)
-  return count == 0 and 0 or math.floor((count + block_size - 2) / block_size) + 1
-end
-
 --- Writes the rows of a sequence's draft tree, and the positions of its tokens in the
 -- text. parents[row + t]: which of its own new tokens token t follows, 0 for none.
 local function fill_tree(self, parents, row, count, before)
@@ -388,7 +388,7 @@ local function measure(self, seqs, counts, total, copies, words, is_padded)
     turns = turns + math.ceil(length / size) - math.ceil((length - counts[i]) / size)
       + math.floor(length / size) - math.floor((length - counts[i]) / size)
       + (n > 0 and seqs[i].cut_at == length - counts[i] and 1 or 0)
-    local limit = touched_limit(counts[i], size)
+    local limit = M.touched_limit(counts[i], size)
     self.pads[i] = is_padded and limit - n or 0
     open_limit = math.max(open_limit, limit)
     touched, max_len = touched + n + self.pads[i], math.max(max_len, length)

@@ -31,6 +31,7 @@ local options = require "kvlab.options"
 local policy = require "kvlab.policy.policy"
 local reuse = require "kvlab.policy.reuse"
 local rows = require "kvlab.memory.rows"
+local touched_limit = require("kvlab.memory.batch").touched_limit
 local tensor = require "kvlab.tensor.tensor"
 
 local M = {}
@@ -247,8 +248,9 @@ end
 --- Makes the context that of a step of `batch`; in a decode step of several tokens a
 -- sequence, that of its rows. Dense attention then has a context of its own, in which the
 -- rows of a sequence read all of it together.
-local function begin_context(self, batch, is_prefill, is_draft)
+local function begin_context(self, batch, is_prefill, draft, most)
   local ctx, dense = self.context, nil
+  local is_draft = draft ~= nil
   local p = is_prefill and self.prefill_policy or is_draft and self.draft_policy
     or self.decode_policy
   local reads = not is_prefill and not is_draft and self.reads or nil
@@ -257,7 +259,8 @@ local function begin_context(self, batch, is_prefill, is_draft)
     or batch.tree ~= nil)
   if not is_draft then self.cache.journal:begin(self.step, is_rows) end
   if is_draft then
-    ctx:begin(self.draft_rows:begin(batch), false)
+    ctx:begin(self.draft_rows:begin(batch, draft - 1,
+      touched_limit(most or draft, self.cache.block_size)), false)
   elseif is_rows then
     dense = self.dense_context
     dense:begin(batch, false, batch.starts)
@@ -286,7 +289,8 @@ end
 ---@param draft? integer  it is this step of a draft, counted from 1: of one token for
 --                        each sequence, and the draft policy selects. 0: it verifies the
 --                        draft. Nothing stays of a draft that no step verifies
-function Attention:begin(batch, is_prefill, ends_prompts, draft)
+---@param most? integer  tokens that the longest draft will have (those so far)
+function Attention:begin(batch, is_prefill, ends_prompts, draft, most)
   if batch.cache ~= self.cache then
     error("begin: batch belongs to another cache", 2)
   end
@@ -305,7 +309,7 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft)
   end
   each_policy(self, policy.note_use)
   self.cache.tier:begin(batch, is_prefill)
-  local ctx = begin_context(self, batch, is_prefill, is_draft)
+  local ctx = begin_context(self, batch, is_prefill, is_draft and draft or nil, most)
   self.reuse_role = self.reuse and is_draft and self.reuse:role(draft, ctx) or nil
   ctx.ends_prompts = ends_prompts
   if ctx.policy.step_begin then ctx.policy:step_begin(ctx) end
@@ -313,7 +317,7 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft)
     local watcher = self.watchers[i]
     if watcher.step_begin then watcher:step_begin(ctx) end
   end
-  if ctx.is_rows and not is_draft then self.rows:lengthen() end
+  if ctx.is_rows then (is_draft and self.draft_rows or self.rows):lengthen() end
 end
 
 local function take_back(self, counts)
@@ -631,7 +635,8 @@ local A_HOOK = options.optional(options.like("a policy's hook", "prepare", "owne
 arguments.methods(Attention, "an attention", {
   take_back = { counts = options.table },
   begin = { batch = objects.batch, ends_prompts = options.optional(options.table),
-            draft = options.optional(options.whole) },
+            draft = options.optional(options.whole),
+            most = options.optional(options.count) },
   forward = { layer = options.whole, q = kinds.tensor, k = kinds.tensor,
               v = kinds.tensor, out = some },
   over = { ctx = objects.layer_context, out = some, lse = some }, direct = DIRECT,

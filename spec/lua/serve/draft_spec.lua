@@ -490,6 +490,20 @@ describe("an answer with drafts by a policy", function()
     e.cache:close()
   end)
 
+  it("has them with blocks of a store", function()
+    local store = kv.store("memory:", { model = "attentive", block_size = 4 })
+    for _ = 1, 2 do
+      local e = open()
+      local server = kv.serve { engine = e, store = store, draft = QUEST }
+      assert.same(ids_of(want), ids_of(kv.generate(server, PROMPTS, { max_tokens = 40 })))
+      local stats = server:stats()
+      assert.is_true(stats.drafts.accepted > 0)
+      server:close()
+      e.cache:close()
+    end
+    store:close()
+  end)
+
   it("can be forked and cancelled in the middle of a draft", function()
     for at = 3, 12 do
       local e = open()
