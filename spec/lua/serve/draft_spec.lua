@@ -490,6 +490,30 @@ describe("an answer with drafts by a policy", function()
     e.cache:close()
   end)
 
+  it("says what each of its requests read, if it is watched", function()
+    local e = open { policy = kv.policy("streaming", { blocks = 3, sink = 1, recent = 2,
+                                                       min_blocks = 0 }) }
+    local server, requests = kv.serve { engine = e }, {}
+    for i = 1, 3 do
+      requests[i] = server:submit { tokens = PROMPTS[i], max_tokens = 20, watch = true,
+        draft = i ~= 2 and QUEST or nil }
+    end
+    while requests[1].state ~= "finished" do
+      server:step()
+      for _, r in ipairs(requests) do
+        local reads = r.reads
+        if r.state == "running" and reads then -- a sink, and the newest two of its own
+          assert.equal(1, reads[1])
+          assert.equal(1, reads[reads.blocks])
+          assert.equal(1, reads[reads.blocks - 1])
+          assert.equal(0, reads[reads.blocks - 2])
+        end
+      end
+    end
+    server:close()
+    e.cache:close()
+  end)
+
   it("has them with blocks of a store", function()
     local store = kv.store("memory:", { model = "attentive", block_size = 4 })
     for _ = 1, 2 do
