@@ -34,7 +34,8 @@ local LEFT_OUT = {
   ["kv.experiment.run"] = "needs a script",
   ["Record:explain"] = "of a running experiment, as the next two",
   ["Record:interrupted"] = "", ["Record:failure"] = "",
-  ["Store:replayed"] = "a part of a tally", ["Model:chat"] = "reads what is typed",
+  ["Store:replayed"] = "a part of a tally", ["Store:copy"] = "a part of a tally",
+  ["Model:chat"] = "reads what is typed",
   ["HttpServer:run"] = "serves until Ctrl-C",
   ["HttpServer:turn"] = "waits as long as it is told",
 }

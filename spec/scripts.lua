@@ -1,11 +1,12 @@
 --- Random scripts of steps: prompts alone and in batches, decode steps, drafts in chains
--- and trees of which tokens are taken back, forks, and sequences that end. Two engines
--- play a script with the same policy. One is plain: its cache is resident, and it
--- launches every step. The other has any memory tier, perhaps graphs, and its steps are
--- interrupted and tried again. Both must compute the same logits.
+-- and trees of which tokens are taken back, drafts by a policy, forks, and sequences that
+-- end. Two engines play a script with the same policies. One is plain: its cache is
+-- resident, and it launches every step. The other has any memory tier, perhaps graphs,
+-- and its steps are interrupted and tried again. Both must compute the same logits.
 local emitting = require "spec.models.emitting"
 local interrupted = require "spec.interrupted"
 local kv = require "kvlab"
+local reuse = require "kvlab.policy.reuse"
 local support = require "spec.support"
 local tiny = require("spec.models.tiny").tiny
 local tried = require "spec.tried_policies"
@@ -30,6 +31,10 @@ else
   EAGER[tried.own] = tried.is_eager(tried.own)
 end
 
+local function new_policy(name)
+  return name == "emitting" and emitting {} or kv.policy(name)
+end
+
 local function one_of(rng, list) return list[1 + rng(#list)] end
 
 -- ---- cases ----------------------------------------------------------------------------
@@ -40,7 +45,10 @@ local function case_of(rng)
     block_size = one_of(rng, { 1, 2, 4, 5, 8, 16 }),
     dtype = one_of(rng, { "f32", "f32", "f32", "f8e4m3" }), has_alibi = rng(2) == 0,
     soft_cap = rng(3) == 0 and 2 or nil,
-    window = one_of(rng, { false, false, false, 30, { 0, 30 } }) or nil }
+    window = one_of(rng, { false, false, false, 30, { 0, 30 } }) or nil,
+    draft_policy = rng(2) == 0 and one_of(rng, POLICIES) or nil }
+  o.draft_reuse = o.draft_policy ~= nil and rng(3) == 0
+    and pcall(reuse.expect_policy, new_policy(o.draft_policy))
   o.prefill_policy = rng(3) == 0 and #PREFILL > 0 and one_of(rng, PREFILL) or nil
   o.max_blocks = math.ceil(TOKENS / o.block_size)
   local hot = 3 * o.max_blocks
@@ -49,15 +57,13 @@ local function case_of(rng)
     ["hot cache"] = { hot_slots = hot },
     ["hot cache with overlap"] = { hot_slots = hot, hot_overlap = true } })[o.tier]
   o.graph = o.tier ~= "ring" and not EAGER[o.policy] and rng(2) == 0
-  o.name = ("%s after %s, %s, block_size %d, %s%s%s%s%s"):format(o.policy,
-    o.prefill_policy or "a dense prompt", o.tier, o.block_size, o.dtype,
+  o.name = ("%s after %s, %s%s, block_size %d, %s%s%s%s%s"):format(o.policy,
+    o.prefill_policy or "a dense prompt", o.draft_policy and "drafts by "
+    .. o.draft_policy .. (o.draft_reuse and ", reused, " or ", ") or "", o.tier,
+    o.block_size, o.dtype,
     o.graph and ", replayed" or "", o.has_alibi and ", ALiBi" or "",
     o.soft_cap and ", soft cap" or "", o.window and ", window" or "")
   return o
-end
-
-local function new_policy(name)
-  return name == "emitting" and emitting {} or kv.policy(name)
 end
 
 --- An engine with two short sequences. o: a case; is_plain: without its tier and graphs.
@@ -69,6 +75,8 @@ local function open(dev, o, is_plain)
     chunk = 64, max_seqs = 3, max_blocks = o.max_blocks, format = o.dtype,
     policy = new_policy(o.policy),
     prefill_policy = o.prefill_policy and kv.policy(o.prefill_policy),
+    draft_policy = o.draft_policy and new_policy(o.draft_policy),
+    draft_reuse = o.draft_reuse,
     graph = o.graph and not is_plain, offload = not is_plain and o.offload or nil }
   local seqs = { e:sequence(), e:sequence() }
   e:prefill(seqs[1], { 5, 6, 7 })
@@ -147,6 +155,39 @@ function KINDS.draft(rng, n, o)
   end
 end
 
+--- A draft by the policy of drafts, of given tokens: their logits are compared, too. Now
+-- and then no step verifies it, and nothing of it stays.
+function KINDS.drafted(rng, n, o)
+  if not o.draft_policy then return KINDS.draft(rng, n, o) end
+  local counts, total = counts_of(rng, n, 4)
+  local tokens, ids, taken, own = tokens_of(rng, n), tokens_of(rng, total), {}, {}
+  local is_verified = rng(4) > 0
+  for i = 1, n do taken[i], own[i] = rng(counts[i] + 2), counts[i] + 1 end
+  return ("%s of %s by the policy without %s"):format(is_verified and "draft"
+    or "unverified draft", table.concat(counts, " "), table.concat(taken, " ")),
+    function(s)
+      local dev, all, used = s.engine.model.device, {}, 0
+      s.engine:draft(s.seqs, counts, tokens, function(logits, _, into)
+        local list = { unpack(ids, used + 1, used + into:size(0)) }
+        used = used + #list
+        into:copy_(kv.from(dev, "i32", { #list }, list))
+        for _, x in ipairs(logits:list()) do all[#all + 1] = x end
+      end)
+      if is_verified then
+        local step = {}
+        for i = 1, n do
+          step[#step + 1] = tokens[i]
+          for _ = 1, counts[i] do step[#step + 1] = 0 end
+        end
+        for _, x in ipairs(s.engine:verify(s.seqs, own, step, nil, counts):list()) do
+          all[#all + 1] = x
+        end
+        s.engine:take_back(taken)
+      end
+      return { list = function() return all end }
+    end
+end
+
 -- What no step does: run(s) returns nothing, and is not interrupted.
 local CHANGES = {}
 
@@ -172,8 +213,8 @@ function CHANGES.finish(rng, n)
   end
 end
 
-local STEP_KINDS = { "decode", "decode", "decode", "draft", "draft", "draft", "prompts",
-                     "prompt" }
+local STEP_KINDS = { "decode", "decode", "decode", "draft", "draft", "drafted",
+                     "drafted", "prompts", "prompt" }
 
 --- The next line of a script: its words, run(s), and whether it is a step. nil: the
 -- sequences are long enough.

@@ -36,36 +36,9 @@
 local files = require "kvlab.files"
 local json = require "kvlab.json"
 local kv = require "kvlab"
-local llama = require "models.llama"
+local shapes = require "models.shapes"
 
-local SHAPES = {
-  ["8b"] = { hidden_size = 4096, intermediate_size = 14336, num_hidden_layers = 32,
-             num_attention_heads = 32, num_key_value_heads = 8, vocab_size = 128256 },
-  small = { hidden_size = 512, intermediate_size = 1792, num_hidden_layers = 4,
-            num_attention_heads = 8, num_key_value_heads = 2, vocab_size = 2048 },
-}
 local WARM = 4 -- steps before the clock starts: one makes buffers, one records the graph
-
---- "8x32K" -> 8, 32768
-local function parse(prompts)
-  local sequences, tokens, unit = tostring(prompts):match "^(%d+)x(%d+)(K?)$"
-  if not sequences then
-    error(("prompts is %q, expected SEQUENCESxTOKENS such as 8x32K"):format(
-      tostring(prompts)), 0)
-  end
-  return tonumber(sequences), tonumber(tokens) * (unit == "K" and 1024 or 1)
-end
-
-local function open_model(keys)
-  local config = { model_type = "llama", hidden_act = "silu", rope_theta = 500000,
-                   rms_norm_eps = 1e-5 }
-  local shape = SHAPES[keys.model]
-  if not shape then
-    error(("model is %q, expected 8b or small"):format(tostring(keys.model)), 0)
-  end
-  for name, value in pairs(shape) do config[name] = value end
-  return llama.random(config, { dtype = keys.dtype, seed = keys.seed })
-end
 
 -- ---- prompts that were read -----------------------------------------------------------
 
@@ -74,8 +47,8 @@ Sitting.__index = Sitting
 
 local function open_sitting(keys)
   local model = kv.experiment.memo({ model = keys.model, dtype = keys.dtype,
-    seed = keys.seed }, open_model)
-  local count, context = parse(keys.prompts)
+    seed = keys.seed }, shapes.open)
+  local count, context = shapes.prompts(keys.prompts)
   local room = context + (WARM + keys.steps) * keys.runs + keys.steps
   local blocks = math.ceil(room / keys.block_size)
   local offload

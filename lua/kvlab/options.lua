@@ -21,7 +21,7 @@ local M = {}
 ---@field [1] string                what is expected, in words
 ---@field [2] fun(x: any): boolean  whether a value is that
 ---@field required? boolean
----@field fields? table<string, kvlab.OptionKind>  of a nested table
+---@field fields? table|fun(value: table): table  of a nested table: names and kinds
 ---@field below? string             whole numbers: below which power of two they are
 
 -- ---- kinds ----------------------------------------------------------------------------
@@ -110,7 +110,8 @@ function M.like(words, ...)
 end
 
 --- A table of options itself, checked with the one that it is in; false or nil: none.
----@param known table<string, kvlab.OptionKind>
+---@param known table<string, kvlab.OptionKind>|fun(value: table): table  the function
+--              says which options this table may have
 function M.nested(known)
   return { "a table", function(x) return x == false or type(x) == "table" end,
            fields = known }
@@ -237,7 +238,10 @@ function M.check(what, given, known, level)
     if not kind[2](value) then
       raise(("%s: %s %s"):format(what, name, M.problem(value, kind)), level)
     end
-    if kind.fields and value then M.check(name, value, kind.fields, level) end
+    local fields = value and kind.fields
+    if fields then
+      M.check(name, value, type(fields) == "function" and fields(value) or fields, level)
+    end
   end
   for name, kind in pairs(known) do
     if kind.required and given[name] == nil then

@@ -9,6 +9,11 @@
 --   logits = engine:verify({ seq }, { 3 }, { 9, 4, 7 })  of each of them, [3, vocab]
 --   engine:take_back { 2 }                               9 stays, 4 and 7 never were
 --
+-- With a draft_policy, the engine makes drafts by itself:
+--
+--   local ids = engine:draft({ seq }, { 3 }, { 9 })      3 tokens that may follow 9
+--   logits = engine:verify({ seq }, { 4 }, { 9, 0, 0, 0 }, nil, { 3 })
+--
 -- A call happens or it does not: when prefill or decode raises, because a policy fails,
 -- no block is free or Ctrl-C came, the sequences are as they were before the call, so the
 -- same call can be made again.
@@ -40,6 +45,7 @@
 -- embed, forward_layer, states and logits run at every step and may be recorded in a
 -- graph: they allocate nothing and never wait for the device.
 local arguments = require "kvlab.arguments"
+local drafted_tokens = require "models.drafted"
 local formats = require "kvlab.memory.formats"
 local kv = require "kvlab"
 local objects = require "kvlab.memory.objects"
@@ -66,9 +72,10 @@ Engine.__index = Engine
 local POLICY = options.like("a policy, as kv.policy makes them", "options",
   "compute_decode")
 local OPTIONS = {
-  policy = POLICY, prefill_policy = POLICY, blocks = options.count,
-  block_size = options.count, max_seqs = options.count, chunk = options.count,
-  max_blocks = options.count, offload = OFFLOAD, graph = options.boolean,
+  policy = POLICY, prefill_policy = POLICY, draft_policy = POLICY,
+  draft_reuse = options.boolean, blocks = options.count, block_size = options.count,
+  max_seqs = options.count, chunk = options.count, max_blocks = options.count,
+  offload = OFFLOAD, graph = options.boolean,
   format = options.one_of(unpack(formats.NAMES)),
 }
 local SIZES = { "layers", "heads", "kv_heads", "head_dim", "hidden", "vocab" }
@@ -99,16 +106,19 @@ local function merged(defaults, given)
   return all
 end
 
-local function new_attention(self, policy, prefill_policy)
+local function new_attention(self, policy, prefill_policy, draft_policy, reuse)
   return kv.attention(merged({
     cache = self.cache, heads = self.model.config.heads, max_seqs = self.max_seqs,
     max_blocks = self.max_blocks, decode_policy = policy, prefill_policy = prefill_policy,
+    draft_policy = draft_policy, draft_reuse = reuse,
   }, self.model.attention_options))
 end
 
 --- Memory and policies to run a model with. Families offer it as `model:engine { … }`.
 ---@param model table
----@param o? table  policy: selects in decode (full), prefill_policy: in prefill (full);
+---@param o? table  policy: selects in decode (full), prefill_policy: in prefill (full),
+--                  draft_policy: in the steps that make drafts (none), draft_reuse: in
+--                  the first of these alone (false);
 --                  blocks of the cache (1024), block_size in tokens (16), max_seqs: most
 --                  sequences of a step (16), chunk: most tokens of a prefill step (512),
 --                  max_blocks of one sequence (all), format of the cache (the model's
@@ -125,6 +135,7 @@ function M.new(model, o)
     max_blocks = o.max_blocks, uses_graphs = o.graph, views = {},
     buffers = {}, logit_views = {}, ones = {},
   }, Engine)
+  self.drafted = drafted_tokens.new(device, self.max_seqs)
   local rows = math.max(self.chunk, self.max_seqs)
   self.cache = kv.cache {
     device = device, format = o.format or dtype, layers = c.layers,
@@ -132,7 +143,8 @@ function M.new(model, o)
     head_dim = c.head_dim, offload = o.offload
       and merged({ max_seqs = self.max_seqs, max_tokens = rows }, o.offload) or nil,
   }
-  self:use_attention(new_attention(self, o.policy, o.prefill_policy))
+  self:use_attention(new_attention(self, o.policy, o.prefill_policy, o.draft_policy,
+    o.draft_reuse))
   self.batch = self.cache:batch {
     max_seqs = self.max_seqs, max_tokens = rows, max_blocks = o.max_blocks,
     fixed_width = o.graph,
@@ -167,8 +179,35 @@ end
 --- An attention over this engine's cache that decodes with another policy, and prefills
 -- densely: for use_attention, and for the requests of a server that name it.
 ---@param policy table
+---@param draft_policy? kvlab.Policy  that makes drafts
+---@param reuse? boolean  one selection for all tokens of a draft
 ---@return kvlab.Attention
-function Engine:attention_of(policy) return new_attention(self, policy) end
+function Engine:attention_of(policy, draft_policy, reuse)
+  return new_attention(self, policy, nil, draft_policy, reuse)
+end
+
+--- The attention that decodes and prefills as another one does, by policies with the same
+-- options, and makes drafts by `policy`. It is made when it is first asked for. A
+-- recorded step belongs to its attention, so equal drafts should have equal keys.
+---@param attention kvlab.Attention
+---@param policy table  not attached; its options are used
+---@param key any       of the same value for each draft by this policy and these options
+---@param reuse? boolean  one selection for all tokens of a draft
+---@return kvlab.Attention
+function Engine:drafting(attention, policy, key, reuse)
+  local base = attention.base or attention
+  key = reuse and ("reusing %s"):format(tostring(key)) or key
+  base.drafting = base.drafting or {}
+  local made = base.drafting[key]
+  if not made then
+    local prefill, decode = base.prefill_policy, base.decode_policy
+    local new_prefill = kv.policy.again(prefill)
+    local new_decode = decode == prefill and new_prefill or kv.policy.again(decode)
+    made = new_attention(self, new_decode, new_prefill, kv.policy.again(policy), reuse)
+    made.base, base.drafting[key] = base, made
+  end
+  return made
+end
 
 -- ---- sequences ------------------------------------------------------------------------
 
@@ -312,12 +351,13 @@ local function compute_decode(self, count)
 end
 
 --- Under what the graph of a step is kept: of one token a sequence, the number of
--- sequences. Of drafts, every number by which the host decides what to launch.
+-- sequences. Of drafts, every number by which the host decides what to launch. Where the
+-- tokens begin in their blocks is none of these: verify pads the lists of blocks.
 local function graph_key(self)
   local batch = self.batch
   if batch.tokens_count == batch.count and not batch.tree then return batch.count end
   local key = ("%d tokens of %d, %d blocks, at most %d, %d words"):format(
-    batch.tokens_count, batch.count, batch.touched, batch.open_max,
+    batch.tokens_count, batch.count, batch.touched, batch.open_limit,
     batch.tree and batch.tree:size(1) or 0)
   if not self.attention.shape.has_tally then return key end
   -- a tally adds up the rows of each sequence
@@ -347,8 +387,7 @@ end
 
 --- The same from a graph. The first step of a shape is launched from here, which makes
 -- its buffers; the second one is recorded, and from then on replayed.
-local function replay_decode(self, count)
-  local key = graph_key(self)
+local function replay_decode(self, count, key)
   local recorded = self.graphs[key]
   if recorded == nil then
     local logits = compute_decode(self, count)
@@ -356,6 +395,9 @@ local function replay_decode(self, count)
     return logits
   end
   recorded = recorded or record_decode(self, count, key)
+  if not self.cache.journal:may_replay(recorded.entries) then
+    return compute_decode(self, count)
+  end
   C.kvl_interrupt_hold(1)
   local ok, why = pcall(replay, self, recorded)
   C.kvl_interrupt_hold(-1)
@@ -363,16 +405,25 @@ local function replay_decode(self, count)
   return self.logit_views[count]
 end
 
-local function decode(self, seqs, tokens, on_device)
-  local ones, count = self.ones, #seqs
+--- The layers and logits of the step that has begun, from a graph if the engine has them.
+local function run_decode(self)
+  local count = self.batch.tokens_count
+  if self.uses_graphs then return replay_decode(self, count, graph_key(self)) end
+  return compute_decode(self, count)
+end
+
+--- A list of `count` ones.
+local function ones_for(self, count)
+  local ones = self.ones
   for i = 1, math.max(count, #ones) do ones[i] = i <= count and 1 or nil end
-  local is_first = self.cache.journal.count == 0 -- of a transaction
-  self.batch:append(seqs, ones, not on_device and tokens or nil)
+  return ones
+end
+
+local function decode(self, seqs, tokens, on_device)
+  self.batch:append(seqs, ones_for(self, #seqs), not on_device and tokens or nil)
   if on_device then self.batch.tokens:copy_(tokens) end
   self.attention:begin(self.batch, false)
-  -- what replays keep for the journal is that of one step
-  if self.uses_graphs and is_first then return replay_decode(self, count) end
-  return compute_decode(self, count)
+  return run_decode(self)
 end
 
 --- One token for each sequence.
@@ -385,13 +436,98 @@ function Engine:decode(seqs, tokens)
   return self.cache:transaction(decode, self, seqs, tokens, on_device)
 end
 
-local function verify(self, seqs, counts, tokens, parents)
-  local is_first = self.cache.journal.count == 0 -- of a transaction
-  self.batch:append(seqs, counts, tokens, parents)
-  self.attention:begin(self.batch, false)
-  local count = self.batch.tokens_count
-  if self.uses_graphs and is_first then return replay_decode(self, count) end
-  return compute_decode(self, count)
+-- ---- drafts ---------------------------------------------------------------------------
+
+--- The likeliest tokens.
+local function likeliest(logits, _, ids) logits:argmax(ids) end
+
+--- The sequences that get a token in step `at` of a draft, and where each of them was in
+-- the step before; nil: all of the step before.
+local function part_of_step(seqs, counts, at)
+  local part, rows, previous = {}, nil, 0
+  for i = 1, #seqs do
+    local was_there = counts[i] >= at - 1
+    if was_there then previous = previous + 1 end
+    if counts[i] >= at then
+      part[#part + 1] = seqs[i]
+      rows = rows or {}
+      rows[#part] = previous - 1
+    end
+  end
+  return part, #part < previous and rows or nil
+end
+
+--- Cuts sequences that were longer for a while to the length that they had.
+local function cut(seqs, lengths)
+  for i, seq in ipairs(seqs) do seq:truncate(lengths[i]) end
+end
+
+local function draft(self, seqs, counts, tokens, choose)
+  local most, lengths, previous = math.max(unpack(counts)), {}, nil
+  local drafted = self.drafted
+  drafted:expect(most)
+  for i, seq in ipairs(seqs) do lengths[i] = seq:length() end
+  for at = 1, most do
+    local part, rows = part_of_step(seqs, counts, at)
+    local n = #part
+    self.batch:append(part, ones_for(self, n), at == 1 and tokens or nil)
+    if at > 1 then
+      kv.scope(drafted.read, drafted, at - 1, previous, rows, self.batch.tokens)
+    end
+    self.attention:begin(self.batch, false, nil, at, most)
+    local logits
+    if self.uses_graphs and not self.attention.draft_policy.eager then
+      local attention = self.attention
+      logits = replay_decode(self, n, ("draft of %d, %s, in %d blocks"):format(n,
+        attention.reuse_role or "each selects", attention.draft_rows.open_limit))
+    else
+      logits = compute_decode(self, n)
+    end
+    choose(logits, at, drafted:row(at, n))
+    previous = n
+  end
+  cut(seqs, lengths)
+  return drafted.ids:narrow(0, most)
+end
+
+--- Makes drafts: of each sequence's newest token, and of so many that may follow it, by
+-- steps of one token in which the attention's draft policy selects. They run on the
+-- sequences, and nothing waits for the device. Afterwards the sequences have the length
+-- that they had. The next step should verify these sequences with `drafted`, which
+-- computes K and V of the tokens again; if it does not, the draft leaves nothing behind.
+---@param seqs kvlab.Sequence[]
+---@param counts integer[]   tokens of the draft of each, one or more
+---@param tokens integer[]   the newest token of each
+---@param choose? fun(logits: kvlab.Tensor, step: integer, ids: kvlab.Tensor)  writes the
+--                           tokens of a step to ids i32 [n], of the sequences that have
+--                           at least `step` tokens; logits: f32 [n, vocab]. The likeliest
+---@return kvlab.Tensor drafted  i32 [most of counts, max_seqs]: step by step, the ids of
+--                           those sequences; valid until the next draft
+function Engine:draft(seqs, counts, tokens, choose)
+  check_tokens(self, tokens)
+  if #counts ~= #seqs or #tokens ~= #seqs then
+    options.fail(("draft: %d counts and %d tokens, expected one for each of %d sequences")
+      :format(#counts, #tokens, #seqs))
+  end
+  for i = 1, #counts do
+    if not options.count[2](counts[i]) then
+      options.fail(("draft: count %d %s"):format(i,
+        options.problem(counts[i], options.count)))
+    end
+  end
+  if not self.attention.draft_policy then
+    options.fail "draft: the attention has no draft_policy, expected one"
+  end
+  return self.cache:transaction(draft, self, seqs, counts, tokens, choose or likeliest)
+end
+
+local function verify(self, seqs, counts, tokens, parents, drafted)
+  self.batch:append(seqs, counts, tokens, parents, self.uses_graphs)
+  if drafted then
+    kv.scope(self.drafted.put, self.drafted, counts, drafted, self.batch.tokens)
+  end
+  self.attention:begin(self.batch, false, nil, drafted and 0 or nil)
+  return run_decode(self)
 end
 
 --- A decode step of several tokens a sequence: the newest token of each, and a draft of
@@ -403,11 +539,13 @@ end
 --                           or max_seqs if that is more
 ---@param tokens integer[]   sequence after sequence
 ---@param parents? integer[] makes the tokens of each sequence a tree, see Batch:append
+---@param drafted? integer[] how many tokens of each the draft before this step made: they
+--                           follow its first token, and replace what `tokens` has there
 ---@return kvlab.Tensor logits  of every token, f32 [#tokens, vocab], valid until the next
 --                              step
-function Engine:verify(seqs, counts, tokens, parents)
+function Engine:verify(seqs, counts, tokens, parents, drafted)
   check_tokens(self, tokens)
-  return self.cache:transaction(verify, self, seqs, counts, tokens, parents)
+  return self.cache:transaction(verify, self, seqs, counts, tokens, parents, drafted)
 end
 
 --- Takes back the newest counts[i] tokens of sequence i of the last step, which verify
@@ -448,7 +586,11 @@ arguments.methods(Engine, "an engine", {
   prefill_batch = { seqs = objects.sequences, counts = options.table,
                     ends_prompts = options.optional(options.table), each = EACH },
   verify = { seqs = objects.sequences, counts = options.table,
-             parents = options.optional(options.table) },
+             parents = options.optional(options.table),
+             drafted = options.optional(options.table) },
+  draft = { seqs = objects.sequences, counts = options.table, tokens = options.table,
+            choose = options.optional(options.fn) },
+  drafting = { attention = objects.attention, policy = objects.policy },
   take_back = { counts = options.table },
   generate = { seq = SEQ, logits = { "a tensor", kv.is_tensor }, n = options.whole,
                ids = options.optional(options.list_of(options.whole)) },

@@ -43,6 +43,9 @@ return kv.policy.define {
     self.keys, self.votes = kv.summary.keys(shape), kv.tally(shape, nil, math.huge)
   end,
   on_prefill_offload = function(self, ev) self.keys:update(ev) end,
+  on_decode_offload = function(self, ev) -- tokens may be decoded before the first draft
+    if self.drafts then self.keys:update(ev) end
+  end,
   attention_finished = function(self, ctx)
     if ctx.is_prefill then ctx:each_sequence(keep_queries, self) end
   end,

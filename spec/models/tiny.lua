@@ -33,6 +33,18 @@ function M.tiny(dev)
   return self
 end
 
+--- The same without ALiBi, and with larger queries and a larger part of attention in its
+-- states: its next token depends on what it attends to.
+function M.attentive(dev)
+  local self = M.tiny(dev)
+  self.attention_options = {}
+  for i = 0, self.config.layers - 1 do
+    self.layers[i].after:mul(4, self.layers[i].after)
+    self.layers[i].q:mul(4, self.layers[i].q)
+  end
+  return self
+end
+
 function Tiny.buffers() return { x = 32, h = 32, q = 64, k = 32, v = 32, out = 64 } end
 
 function Tiny:views(buffers, n)

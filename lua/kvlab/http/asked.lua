@@ -1,6 +1,7 @@
 --- What a request asks for: reads the JSON of /v1/completions and /v1/chat/completions
 -- into what both need: prompts as token ids, options of kv.generate, and how to answer.
 local chats = require "kvlab.http.chats"
+local draft = require "kvlab.serve.draft"
 local fields = require "kvlab.http.fields"
 local generate = require "kvlab.serve.generate"
 local json = require "kvlab.json"
@@ -31,6 +32,35 @@ local function seed(name, x)
   return fields.whole(-2 ^ 53, 2 ^ 63)(name, x) % SEEDS
 end
 
+local draft_tokens = fields.whole(1, draft.MOST)
+local DRAFT = {
+  policy = fields.string, policy_options = fields.object, ngram = fields.whole(1, 64),
+  reuse = fields.boolean,
+  tokens = function(name, x) return x == "auto" and x or draft_tokens(name, x) end,
+}
+
+--- A draft: an object of these fields, or false for none.
+local function draft_of(name, x)
+  if x == false then return false end
+  if type(x) ~= "table" or x[1] ~= nil then
+    fields.refuse(name, x, "an object or false")
+  end
+  local known = {}
+  for field, kind in pairs(DRAFT) do
+    known[field] = function(_, value) return kind("draft." .. field, value) end
+  end
+  local o = fields.take(x, known)
+  if o.policy and o.ngram then
+    problem.wrong(name, "both draft.ngram and draft.policy are given, expected one of "
+      .. "them")
+  end
+  local of_policy = o.policy_options and "policy_options" or o.reuse ~= nil and "reuse"
+  if of_policy and not o.policy then
+    problem.wrong(name, ("draft.%s is given without draft.policy"):format(of_policy))
+  end
+  return o
+end
+
 --- The fields of both kinds.
 local function shared(limits)
   return {
@@ -42,6 +72,7 @@ local function shared(limits)
     stop_token_ids = fields.list(fields.whole(0, COUNTS), 64),
     ignore_eos = fields.boolean, stream = fields.boolean, stream_options = stream_options,
     policy = fields.string, policy_options = fields.object, watch_blocks = fields.boolean,
+    draft = draft_of,
     presence_penalty = fields.only("0", is_none),
     frequency_penalty = fields.only("0", is_none),
     logit_bias = fields.only("none", is_none),
@@ -175,7 +206,7 @@ local function asked_of(self, o, prompts, default)
   local out = {
     prompts = prompts, n = n, stream = o.stream or false, echo = o.echo or false,
     usage = o.stream_options and o.stream_options.include_usage or false,
-    policy = o.policy, policy_options = o.policy_options,
+    policy = o.policy, policy_options = o.policy_options, draft = o.draft,
     watch = o.watch_blocks or false, seed = o.seed,
     options = {
       tokenizer = self.tokenizer, temperature = o.temperature or 1,
@@ -187,6 +218,11 @@ local function asked_of(self, o, prompts, default)
   if o.stream_options and not o.stream then
     problem.wrong("stream_options",
       "stream_options is an object, expected none without stream")
+  end
+  local drafted, most = o.draft and o.draft.tokens, self.engine.chunk - 1
+  if type(drafted) == "number" and drafted > most then
+    problem.wrong("draft.tokens", ("draft.tokens is %d, expected at most %d"):format(
+      drafted, most))
   end
   if out.watch and not out.stream then
     problem.wrong("watch_blocks", "watch_blocks is true, expected false without stream")

@@ -19,7 +19,8 @@ Calls.__index = Calls
 
 local function now_s() return tonumber(C.kvl_clock_ns()) * 1e-9 end
 
----@param o table  engine, tokenizer, policies, metrics, tasks, name, limits, finished
+---@param o table  engine, tokenizer, policies, metrics, tasks, name, limits, draft,
+--                 finished
 ---@return kvlab.http.Calls
 function M.new(o)
   local engine = o.engine
@@ -27,7 +28,7 @@ function M.new(o)
     engine = engine, tokenizer = o.tokenizer, policies = o.policies, metrics = o.metrics,
     tasks = o.tasks, name = o.name, limits = o.limits, live = {}, queue = {},
     running = {}, reserved = 0,
-    server = serve.serve { engine = engine, keep = false }, count = 0,
+    server = serve.serve { engine = engine, keep = false, draft = o.draft }, count = 0,
     finished = o.finished,
   }, Calls)
 end
@@ -137,6 +138,9 @@ local function new_job(self, call, prompt, k)
   if job.drops then job.own.stream = nil end
   local request = job.own.request
   request.attention = call.policy.attention
+  local draft = asked.draft
+  request.draft = draft and draft.policy and { tokens = draft.tokens,
+    policy = call.policy.attention.draft_policy } or draft
   request.keep_output = call.policy.attention.decode_policy.name == "full"
   request.prompt_logprobs = wants_prompt and asked.logprobs or nil
   request.watch = asked.watch or nil
@@ -199,7 +203,8 @@ function Calls:add(exchange, asked, arrived_s)
     id = ("%s-%x%06x"):format(asked.is_chat and "chatcmpl" or "cmpl", os.time(),
       self.count),
     arrived_s = arrived_s, deadline_s = arrived_s + self.limits.request_s,
-    policy = self.policies:take(asked.policy, asked.policy_options),
+    policy = self.policies:take(asked.policy, asked.policy_options,
+      asked.draft and asked.draft.policy and asked.draft or nil),
   }
   local ok, why = pcall(begin, self, call)
   if not ok then

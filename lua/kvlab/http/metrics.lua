@@ -64,7 +64,8 @@ local function put(lines, name, value)
 end
 
 --- The text.
----@param gauges table[]  { name, words, value } of what is so now
+---@param gauges table[]  { name, words, value } of what is so now; value may be a list of
+--                         { labels, value }
 ---@return string
 function Metrics:text(gauges)
   local lines, keys = {}, {}
@@ -79,7 +80,8 @@ function Metrics:text(gauges)
   end
   for _, one in ipairs(gauges) do
     head(lines, one[1], one[2], one[1]:find "_total$" and "counter" or "gauge")
-    put(lines, one[1], one[3])
+    local values = type(one[3]) == "table" and one[3] or { { "", one[3] } }
+    for _, value in ipairs(values) do put(lines, one[1] .. value[1], value[2]) end
   end
   for _, one in ipairs(HISTOGRAMS) do
     local name, h = one[1], self.histograms[one[1]]

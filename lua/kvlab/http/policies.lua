@@ -1,12 +1,14 @@
 --- The policies that requests name. Each policy with its options has an attention over
 -- the engine's cache, which stays for later requests; those that were not used for
 -- longest go when there are too many.
+local draft_steps = require "kvlab.policy.draft_steps"
 local fields = require "kvlab.http.fields"
 local json = require "kvlab.json"
 local named = require "kvlab.named"
 local policies = require "kvlab.policy.policy"
 local problem = require "kvlab.http.problem"
 local rest = require("kvlab.slices").rest
+local reuse = require "kvlab.policy.reuse"
 
 local M = {}
 
@@ -58,23 +60,39 @@ local function make_room(self)
   collect() -- its summaries may be large, and the collector does not see them
 end
 
-local function open(self, name, options)
-  local ok, attention = pcall(function()
-    return self.engine:attention_of(policies(name, options))
-  end)
-  if ok then return attention end
-  local words = tostring(attention):gsub("^[^\n]-:%d+: ", "")
-  problem.wrong(options and next(options) and "policy_options" or "policy", words,
+--- What a function makes of a policy. Raises the API's error where it cannot be made.
+---@param field string        where it is named
+---@param options table|nil   its options
+local function made(field, options, make, ...)
+  local ok, result = pcall(make, ...)
+  if ok then return result end
+  local words = tostring(result):gsub("^[^\n]-:%d+: ", "")
+  problem.wrong(options and next(options) and field .. "_options" or field, words,
     "invalid_policy")
+end
+
+local function drafting(draft, options)
+  local policy = draft_steps.expect_policy(policies(draft.policy, options))
+  return draft.reuse and reuse.expect_policy(policy) or policy
+end
+
+--- Opens the attention of a policy, and of the policy of a draft with its options.
+local function open(self, name, options, draft, of_draft)
+  local drafts = draft and made("draft.policy", of_draft, drafting, draft, of_draft)
+  return made("policy", options, function()
+    return self.engine:attention_of(policies(name, options), drafts,
+      draft and draft.reuse)
+  end)
 end
 
 --- The options of a request, checked as far as the policy itself does not. A request may
 -- set numbers, true or false, and texts of which `takes` says what they may be. Other
 -- options are for scripts: tables may hold tensors, and a text may be the path of a file.
-local function settable(name, given)
+---@param of string  the field that holds them
+local function settable(of, name, given)
   local policy, out = policies(name), {}
   for key, value in pairs(given) do
-    local field = "policy_options." .. key
+    local field = of .. "." .. key
     local option = policy.aliases[key] or key
     local default = policy.defaults[option]
     local kind = type(default)
@@ -91,37 +109,46 @@ local function settable(name, given)
   return out
 end
 
-local function check_name(name)
+local function check_name(field, name)
   if named.path_of("policies", name) then return end
-  problem.wrong("policy", ("policy is %s, expected one of %s"):format(
+  problem.wrong(field, ("%s is %s, expected one of %s"):format(field,
     problem.quoted(name), table.concat(named.list "policies", ", ")), "unknown_policy")
 end
 
---- The attention of a policy that a request names, opened where it is not there yet.
-local function entry_of(self, name, given, is_own)
-  check_name(name)
-  given = settable(name, given)
+--- The attention of the policies that a request names, opened where it is not there yet.
+---@param draft table|nil  policy, policy_options
+local function entry_of(self, name, given, is_own, draft)
+  check_name("policy", name)
+  given = settable("policy_options", name, given)
   local key = ("%s %s %s"):format(name, tostring(is_own), json.encode(given))
+  local of_draft
+  if draft then
+    check_name("draft.policy", draft.policy)
+    of_draft = settable("draft.policy_options", draft.policy, draft.policy_options or {})
+    key = ("%s, drafts: %s %s %s"):format(key, draft.policy, tostring(draft.reuse),
+      json.encode(of_draft))
+  end
   local entry = self.entries[key]
   if entry then return entry end
   local all = {}
   for option, value in pairs(is_own and self.options or {}) do all[option] = value end
   for option, value in pairs(given) do all[option] = value end
   make_room(self)
-  entry = { attention = open(self, name, all), name = name, users = 0 }
+  entry = { name = name, users = 0, attention = open(self, name, all, draft, of_draft) }
   self.entries[key] = entry
   return entry
 end
 
---- Takes the policy that a request names; give() ends the use.
+--- Takes the policies that a request names; give() ends the use.
 ---@param name string|nil
 ---@param options table|nil  without a name: of the server's own policy, over its own
+---@param draft table|nil    policy, policy_options: what makes the request's drafts
 ---@return table entry  attention, name
-function Policies:take(name, options)
+function Policies:take(name, options, draft)
   local entry = self.own
-  if name or options then
+  if name or options or draft then
     local is_own = not name or name == self.own.name and not options
-    entry = entry_of(self, name or self.own.name, options or {}, is_own)
+    entry = entry_of(self, name or self.own.name, options or {}, is_own, draft)
   end
   self.clock = self.clock + 1
   entry.users, entry.used = entry.users + 1, self.clock

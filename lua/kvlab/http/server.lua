@@ -13,6 +13,7 @@ local asked = require "kvlab.http.asked"
 local calls = require "kvlab.http.calls"
 local closed = require "kvlab.closed"
 local connections = require "kvlab.http.connections"
+local draft = require "kvlab.serve.draft"
 local fields = require "kvlab.http.fields"
 local files = require "kvlab.files"
 local json = require "kvlab.json"
@@ -59,7 +60,7 @@ local KNOWN = {
   key = { "a key of one character or more", function(x)
     return type(x) == "string" and x ~= ""
   end },
-  policy = options.string, policy_options = options.table,
+  policy = options.string, policy_options = options.table, draft = draft.KIND,
   limits = options.nested(LIMITS), log = options.callable,
 }
 
@@ -108,8 +109,9 @@ end
 ---@param o table  model: of kv.model; name: what clients call it (its own); address
 --                 (127.0.0.1), port (8000; 0: any that is free); key: what clients have
 --                 to send (none); policy, policy_options: what decodes requests that
---                 name no policy (the engine's); limits: a table of limits, as
---                 docs/server.md lists them; log(line): gets a line for each answer
+--                 name no policy (the engine's); draft: what makes the drafts of requests
+--                 that name none, as for kv.generate (none); limits: a table of limits,
+--                 as docs/server.md lists them; log(line): gets a line for each answer
 ---@return kvlab.http.Server
 function M.http_server(o)
   options.check("http_server", o, KNOWN)
@@ -125,7 +127,7 @@ function M.http_server(o)
   self.calls = calls.new {
     engine = self.engine, tokenizer = self.tokenizer, policies = self.policies,
     metrics = self.metrics, tasks = self.tasks, name = self.name, limits = limits,
-    finished = function(call, status, generated)
+    draft = o.draft, finished = function(call, status, generated)
       self:note(call.exchange, status, #call.jobs > 0 and generated)
     end,
   }
@@ -185,9 +187,19 @@ local function resident_bytes()
   return text and tonumber(text:match "^%d+ (%d+)") * 4096 or 0 / 0
 end
 
+--- The numbers of drafts, by their place in the draft.
+local function by_place(list)
+  local out = {}
+  for place, n in ipairs(list) do
+    out[place] = { ('{place="%d"}'):format(place), n }
+  end
+  return out
+end
+
 local function gauges(self)
   local cache, http, prefix = self.engine.cache, self.http:stats(),
     self.calls.server.scheduler.prefix
+  local drafts = self.calls.server.drafts
   return {
     { "kvlab_requests_running", "Answers that are being computed", #self.calls.running },
     { "kvlab_requests_waiting", "Answers that wait for room", #self.calls.queue },
@@ -207,6 +219,16 @@ local function gauges(self)
     { "kvlab_requests_malformed_total",
       "Requests whose headers are not HTTP, or not clear", http.malformed },
     { "kvlab_resident_bytes", "Memory of the process", resident_bytes() },
+    { "kvlab_drafted_tokens_total", "Tokens of drafts, by their place in the draft",
+      by_place(drafts.proposed_at) },
+    { "kvlab_accepted_tokens_total", "Tokens of drafts that were right, by their place",
+      by_place(drafts.accepted_at) },
+    { "kvlab_draft_seconds_total", "Time in which policies made drafts",
+      drafts.draft_us * 1e-6 },
+    { "kvlab_check_seconds_total", "Time of steps that verified drafts",
+      drafts.check_us * 1e-6 },
+    { "kvlab_choose_seconds_total", "Time in which such steps chose tokens",
+      drafts.choose_us * 1e-6 },
   }
 end
 

@@ -35,6 +35,9 @@ local M = {}
 ---@field blocks kvlab.Tensor     i32 [touched]        physical blocks that got tokens
 ---@field block_tokens kvlab.Tensor i32 [touched]     valid tokens in each of them
 ---@field open_max integer        the most blocks of one sequence that got tokens
+---@field open_limit integer      the most that a sequence with as many tokens can touch
+---@field pads integer[]          of each sequence, how often its last touched block is
+--                                listed once more, see append
 ---@field turns integer           blocks that this step began or filled, or that were open
 --                                after a truncation
 ---@field placement table         what the cache's memory tier knows of the step
@@ -114,6 +117,11 @@ function M.most_touched(seqs, tokens, block_size)
     + math.min(seqs, math.max(0, tokens - seqs))
 end
 
+--- The most blocks that `count` new tokens of a sequence can lie in.
+function M.touched_limit(count, block_size)
+  return count == 0 and 0 or math.floor((count + block_size - 2) / block_size) + 1
+end
+
 -- ---- making one -----------------------------------------------------------------------
 
 local LIMIT = options.within(1, 2 ^ 24) -- of sequences and tokens of a step
@@ -145,7 +153,7 @@ function M.new(cache, limits)
     host_copies = ffi.new("int32_t[?]", 2 * seqs),
     handles = ffi.new("kvl_sequence *[?]", seqs),
     arrays = arrays_of(cache.tier), placement = {}, sizes = {}, layout = {},
-    uploads = {}, upload = 0,
+    uploads = {}, upload = 0, pads = {},
   }, Batch)
   local most = fill_sizes({}, seqs, tokens, width,
     M.most_touched(seqs, tokens, cache.block_size), seqs, TREE_WORDS)
@@ -356,6 +364,11 @@ local function fill_host(self, counts, tokens, copies, parents)
       p[o.block_tokens + touched] = math.min(size, length - b * size)
       touched = touched + 1
     end
+    for _ = 1, self.pads[i + 1] do
+      p[o.blocks + touched] = p[o.blocks + touched - 1]
+      p[o.block_tokens + touched] = p[o.block_tokens + touched - 1]
+      touched = touched + 1
+    end
   end
   p[o.starts + self.count] = row
   for i = 0, copies - 1 do
@@ -366,8 +379,8 @@ end
 
 --- Takes the sizes of the step from its sequences, which are already lengthened. A step
 -- with the sizes of the one before has its layout and its views.
-local function measure(self, seqs, counts, total, copies, words)
-  local widest, touched, max_len, open_max, turns = 1, 0, 0, 1, 0
+local function measure(self, seqs, counts, total, copies, words, is_padded)
+  local widest, touched, max_len, open_max, turns, open_limit = 1, 0, 0, 1, 0, 1
   local size = self.cache.block_size
   for i = 1, self.count do
     local length = C.kvl_sequence_length(self.handles[i - 1])
@@ -375,13 +388,17 @@ local function measure(self, seqs, counts, total, copies, words)
     turns = turns + math.ceil(length / size) - math.ceil((length - counts[i]) / size)
       + math.floor(length / size) - math.floor((length - counts[i]) / size)
       + (n > 0 and seqs[i].cut_at == length - counts[i] and 1 or 0)
-    touched, max_len = touched + n, math.max(max_len, length)
+    local limit = M.touched_limit(counts[i], size)
+    self.pads[i] = is_padded and limit - n or 0
+    open_limit = math.max(open_limit, limit)
+    touched, max_len = touched + n + self.pads[i], math.max(max_len, length)
     open_max = math.max(open_max, n)
     widest = math.max(widest, C.kvl_sequence_blocks(self.handles[i - 1]))
   end
   local width = self.fixed_width
     or math.min(math.ceil(widest / 64) * 64, self.max_blocks)
   self.max_len, self.open_max, self.turns = max_len, open_max, turns
+  self.open_limit = open_limit
   local s = self.sizes
   if self.tokens_count and s.count == self.count and s.tokens == total
     and s.width == width and s.touched == touched and s.copies == copies
@@ -412,11 +429,11 @@ local function words_of(counts, parents)
   return math.ceil(most / 64)
 end
 
-local function append(self, seqs, counts, total, tokens, parents)
+local function append(self, seqs, counts, total, tokens, parents, is_padded)
   local upload = next_upload(self)
   local copies = lengthen(self, seqs, counts)
   self.seqs, self.count, self.counts = seqs, #seqs, counts
-  measure(self, seqs, counts, total, copies, words_of(counts, parents))
+  measure(self, seqs, counts, total, copies, words_of(counts, parents), is_padded)
   fill_host(self, counts, tokens, copies, parents)
   self.cache.tier:place(self)
   send(self, upload, self.entries)
@@ -434,10 +451,13 @@ end
 --                            token, in the same order, which of its sequence's new tokens
 --                            it follows, 0 for none: then it follows the text so far. A
 --                            parent comes before its children. At most 128 tokens
-function Batch:append(seqs, counts, tokens, parents)
+---@param is_padded? boolean  lists as many touched blocks as tokens of these counts can
+--                            lie in, some of them twice, so that the arrays have the same
+--                            sizes wherever the tokens begin in their blocks
+function Batch:append(seqs, counts, tokens, parents, is_padded)
   local total = take_counts(self, seqs, counts, tokens)
   if parents ~= nil then check_parents(counts, total, parents) end
-  self.cache:transaction(append, self, seqs, counts, total, tokens, parents)
+  self.cache:transaction(append, self, seqs, counts, total, tokens, parents, is_padded)
   return self
 end
 

@@ -248,13 +248,16 @@ function HostTier:place(batch)
     p[o.opens + 2 * i], p[o.opens + 2 * i + 1] = first, index
     p[o.load_from + i] = load and p[o.tables + i * batch.sizes.width + first] or -1
     p[o.load_to + i] = load and index or -1
-    for b = 0, blocks - 1 do p[o.open_blocks + touched + b] = index + b end
+    local pads = batch.pads[i + 1]
+    for b = 0, blocks + pads - 1 do
+      p[o.open_blocks + touched + b] = index + math.min(b, blocks - 1)
+    end
     for t = 0, count - 1 do
       places[row + t] = (index - first) * size + before + t
     end
     placement.history = math.max(placement.history, first)
     placement.loads = placement.loads + (load and 1 or 0)
-    row, touched = row + count, touched + blocks
+    row, touched = row + count, touched + blocks + pads
   end
   assert(row == batch.sizes.tokens)
   self.step_tokens = row

@@ -18,7 +18,8 @@
 --
 -- A step of several tokens for a sequence stays provisional after its transaction, until
 -- its attention begins another step, since tokens of a draft may turn out to be wrong:
--- `take_back` takes back the newest tokens of a sequence, and the other ones stay.
+-- `take_back` takes back the newest tokens of a sequence, and the other ones stay. The
+-- steps by which a policy makes a draft stay provisional until the draft is verified.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local protected = require "kvlab.protected"
@@ -31,6 +32,8 @@ local M = {}
 ---@field depth integer    transactions that are under way, one inside the other
 ---@field count integer    entries of the transactions that are under way
 ---@field step table[]|nil  the entries with take_back of the step that began last
+---@field is_draft boolean|nil  that step makes a token of a draft
+---@field draft table|nil     the steps of a draft that no step has verified yet
 ---@field recording table[]|nil  entries of the work that is being recorded in a graph
 local Journal = {}
 Journal.__index = Journal
@@ -39,7 +42,8 @@ Journal.__index = Journal
 ---@return kvlab.Journal
 function M.new(cache)
   return setmetatable({ cache = cache, is_open = false, depth = 0, count = 0,
-    entries = {}, appends = {}, appends_used = 0, states = {}, states_used = 0 }, Journal)
+    entries = {}, appends = {}, appends_used = 0, states = {}, states_used = 0,
+    drafted_states = {} }, Journal)
 end
 
 --- Notes an entry.
@@ -62,6 +66,7 @@ local function let_go(entry)
 end
 
 --- Ends what a step kept for take_back.
+---@param step table[]
 local function settle(step)
   for i = #step, 1, -1 do
     local entry = step[i]
@@ -70,23 +75,42 @@ local function settle(step)
   end
 end
 
+Journal.settle = function(_, step) settle(step) end
+
 --- Begins a step of an attention, whose last one is settled.
 ---@param step table[]  the attention's own list; step.is_known: all that the step changes
 --                      is in it
 ---@param is_rows boolean  whether tokens of the step may be taken back
-function Journal:begin(step, is_rows)
+---@param is_draft? boolean  the step makes a token of a draft
+function Journal:begin(step, is_rows, is_draft)
   settle(step)
-  step.is_known, self.step = false, is_rows and step or nil
+  step.is_known, self.step, self.is_draft = false, is_rows and step or nil, is_draft
   self.is_open = self.depth > 0 or is_rows
 end
 
---- Notes the entries of work that a graph has just replayed. Interrupts must wait.
----@param entries table[]  with a method replayed, too, which fills them
+--- Ends a draft that no step has verified: what it changed is taken back.
+function Journal:end_draft()
+  if self.draft then self.draft:finish() end
+end
+
+--- Whether a graph may be replayed: the journal has let go of the entries of the last
+-- replay, which the next one writes to.
+---@param entries table[]
+function Journal.may_replay(_, entries)
+  for i = 1, #entries do
+    if entries[i].step or entries[i].is_noted then return false end
+  end
+  return true
+end
+
+--- Notes the entries of work that a graph has just replayed. Interrupts must wait. The
+-- steps of a draft replay one graph again and again, so copies of its entries are noted.
+---@param entries table[]  with the methods replayed, which fills them, and copy
 function Journal:replayed(entries)
   if self.step then self.step.is_known = true end
   for i = 1, #entries do
     entries[i]:replayed()
-    self:note(entries[i])
+    self:note(self.is_draft and entries[i]:copy() or entries[i])
   end
 end
 
@@ -204,8 +228,9 @@ function Append:undo()
   local n = 0
   for i = 1, self.count do
     local handle = self.seqs[i].handle
-    if handle then
-      self.handles[n], self.lengths[n] = handle, self.lengths[i - 1]
+    if handle then -- a draft may have been cut off since
+      local length = math.min(self.lengths[i - 1], C.kvl_sequence_length(handle))
+      self.handles[n], self.lengths[n] = handle, length
       n = n + 1
     end
   end
@@ -245,6 +270,30 @@ end
 
 function State:undo()
   self.seq.state[self.keeper] = self.value
+end
+
+-- The same for row `row` of a step that makes a token of a draft.
+local DraftedState = { undo = State.undo }
+DraftedState.__index = DraftedState
+
+--- Notes what `keeper` keeps for the sequence of a row of a draft's step.
+function Journal:keeps_drafted(seq, keeper, row)
+  local free = self.drafted_states
+  local entry = table.remove(free) or setmetatable({ free = free }, DraftedState)
+  entry.seq, entry.keeper, entry.row = seq, keeper, row
+  entry.value = copy_of(seq.state[keeper])
+  C.kvl_interrupt_hold(1)
+  self:note(entry)
+  C.kvl_interrupt_hold(-1)
+end
+
+function DraftedState:forget()
+  self.seq, self.keeper, self.value = nil, nil, nil
+  self.free[#self.free + 1] = self
+end
+
+function DraftedState:take_back(first, _, kept)
+  if first == self.row and kept == 0 then self:undo() end
 end
 
 return M

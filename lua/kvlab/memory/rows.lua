@@ -10,6 +10,11 @@
 -- and the row's length. In step_begin, when no summary knows the new tokens yet, it has
 -- the length of its sequence's first row.
 --
+-- A step that makes a token of a draft is one of a row for each sequence. In step_begin,
+-- the views have the length of the draft's first step: what a policy makes there of
+-- blocks that are full does not depend on tokens that may be wrong, and whose blocks may
+-- be others once they are verified.
+--
 -- A step of rows is a view of its batch, with these fields in place of the batch's own:
 --   seqs, count, counts, tables, lens, last    as above; every count is 1
 --   first      for each sequence, the number of its first row
@@ -61,9 +66,12 @@ local function buffers_for(self, rows, width)
 end
 
 --- Points at a step of `batch`, in which every sequence has at least one new token.
-function Rows:begin(batch)
+---@param batch kvlab.Batch
+---@param before? integer  so many tokens of the same draft came before (0)
+---@param open_limit? integer  the most blocks that all tokens of the draft can lie in
+function Rows:begin(batch, before, open_limit)
   local seqs, row = self.seqs, 0
-  self.batch = batch
+  self.batch, self.before, self.open_limit = batch, before or 0, open_limit
   for i = 1, batch.count do
     local seq, n = batch.seqs[i], batch.counts[i]
     local length = seq:length()
@@ -72,7 +80,7 @@ function Rows:begin(batch)
       row = row + 1
       local view = self.pool[row] or {}
       self.pool[row] = view
-      seqs[row] = sequence.view(view, seq, length - n + 1)
+      seqs[row] = sequence.view(view, seq, length - n + 1 - self.before)
       view.row = row
       self.counts[row] = 1
     end
@@ -101,7 +109,7 @@ function Rows:lengthen()
     for row = self.first[i], self.first[i] + self.own[i] - 1 do
       local past = self.batch.tree and self.own[i] - 1 or row - self.first[i]
       local view = self.seqs[row]
-      view.view_of_length = view.view_of_length + past
+      view.view_of_length = view.view_of_length + past + self.before
     end
   end
 end

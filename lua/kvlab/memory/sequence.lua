@@ -64,8 +64,10 @@ end
 
 --- Makes a sequence of the same tokens that shares every block. A shared block that is
 -- not full is copied when one of the two sequences grows. Objects that keep state for
--- the sequence are asked to copy that state; if one of them raises, there is no fork.
+-- the sequence are asked to copy that state; if one of them raises, there is no fork. It
+-- ends a draft that no step has verified.
 function Sequence:fork()
+  self.cache.journal:end_draft()
   local fork = wrap(self.cache, protected.open(C.kvl_sequence_close, out_sequence,
     C.kvl_sequence_fork, handle_of(self), out_sequence))
   local ok, why = pcall(inherit, self, fork)

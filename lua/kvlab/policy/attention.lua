@@ -10,17 +10,28 @@
 --   attention:forward(layer, q, k, v, out)     once a layer
 --   attention:take_back({ 2 })                 drops the newest 2 tokens of a decode step
 --                                              of several, see rows.lua
+--
+-- A draft policy makes drafts (speculative decoding). Its steps are begun with
+-- attention:begin(batch, false, nil, i), of which i counts from 1, and run on the
+-- sequences themselves. Afterwards the sequences are cut to the length that they had, and
+-- a decode step of several tokens verifies the draft: it writes K and V again, as the
+-- decode policy's attention makes them. A draft policy sees prompts as the other two do,
+-- its own steps, in which the others see nothing, and of decode steps the K that they
+-- write.
 local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
 local check = require "kvlab.policy.check"
 local kernel_hook = require "kvlab.kernel.run.hook"
 local context = require "kvlab.policy.context"
+local draft_steps = require "kvlab.policy.draft_steps"
 local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
 local policy = require "kvlab.policy.policy"
+local reuse = require "kvlab.policy.reuse"
 local rows = require "kvlab.memory.rows"
+local touched_limit = require("kvlab.memory.batch").touched_limit
 local tensor = require "kvlab.tensor.tensor"
 
 local M = {}
@@ -29,6 +40,7 @@ local M = {}
 ---@field cache kvlab.Cache
 ---@field prefill_policy table
 ---@field decode_policy table
+---@field draft_policy table|nil   makes drafts
 ---@field context kvlab.Context  the step that began last
 ---@field hooks table|nil  attention_begin(ctx), attention_finished(ctx): see each layer
 --                         of each step, next to the policies' hooks
@@ -53,18 +65,20 @@ end
 local function each_policy(self, fn)
   fn(self.prefill_policy)
   if self.decode_policy ~= self.prefill_policy then fn(self.decode_policy) end
+  if self.draft_policy then fn(self.draft_policy) end
 end
 
 local A_POLICY = options.like("a policy", "name", "options")
 local OPTIONS = {
   cache = options.required(options.like("a kv.cache", "kv_heads", "tier")),
   heads = options.required(options.count), prefill_policy = A_POLICY,
-  decode_policy = A_POLICY, scale = options.number, alibi = kinds.tensor,
+  decode_policy = A_POLICY, draft_policy = A_POLICY, scale = options.number,
+  alibi = kinds.tensor,
   inv_freq = options.either(kinds.tensor, options.list_of(kinds.tensor, 1)),
   window = options.either(options.whole, options.list_of(options.whole, 1)),
   soft_cap = options.not_negative,
   max_seqs = options.count, max_blocks = options.count,
-  decode_through = options.one_of("ring", "hot"),
+  decode_through = options.one_of("ring", "hot"), draft_reuse = options.boolean,
 }
 
 -- What a step may change, for the journal.
@@ -72,7 +86,10 @@ local Step = {}
 Step.__index = Step
 
 function Step.forget() end
-function Step:undo() self.tier:undone() end
+function Step:undo()
+  self.tier:undone()
+  self.drafts.is_verified = false
+end
 
 --- An option's values for every layer, from 0; nil where it is not given.
 local function of_layers(name, value, layers, is_wanted)
@@ -131,15 +148,17 @@ local function attend_window(p, self, ctx, out)
 end
 
 --- Attention over `cache` for `heads` query heads.
----@param o table  cache, heads; prefill_policy, decode_policy (full), scale
---                 (1 / sqrt(head_dim)), alibi (f32 [heads] slopes), inv_freq (f32
---                 [pairs], or a list with one for each layer; forward then takes q and k
---                 unrotated, see ops.rope), window: how many tokens a query sees, itself
---                 included (0: all), or a list with a number for each layer: then a layer
---                 with a window reads all of it, and policies select in the others;
---                 soft_cap of the scores (0: none), max_seqs (16), max_blocks of a
---                 sequence (all blocks of the cache); decode_through: "hot" or "ring",
---                 for a cache that has both ("hot")
+---@param o table  cache, heads; prefill_policy, decode_policy (full), draft_policy
+--                 (none), scale (1 / sqrt(head_dim)), alibi (f32 [heads] slopes),
+--                 inv_freq (f32 [pairs], or a list with one for each layer; forward then
+--                 takes q and k unrotated, see ops.rope), window: how many tokens a query
+--                 sees, itself included (0: all), or a list with a number for each layer:
+--                 then a layer with a window reads all of it, and policies select in the
+--                 others; soft_cap of the scores (0: none), max_seqs (16), max_blocks of
+--                 a sequence (all blocks of the cache); decode_through: "hot" or "ring",
+--                 for a cache that has both ("hot"); draft_reuse: the draft policy
+--                 selects in the first step of a draft alone, and the other steps read
+--                 the same blocks, and the newest ones (false)
 ---@return kvlab.Attention
 function M.attention(o)
   o = options.check("attention", o, OPTIONS)
@@ -154,6 +173,21 @@ function M.attention(o)
   self.window_budgets = budgets_of(self.windows, cache.block_size)
   self.prefill_policy = phase_policy(o, "prefill")
   self.decode_policy = phase_policy(o, "decode", self.prefill_policy)
+  self.draft_policy = o.draft_policy and draft_steps.expect_policy(o.draft_policy)
+  if o.draft_reuse then
+    if not self.draft_policy then
+      options.fail "attention: draft_reuse is true, expected false without a draft_policy"
+    end
+    reuse.expect_policy(self.draft_policy)
+    self.reuse = reuse.new()
+  end
+  for _, phase in ipairs { "prefill", "decode" } do
+    if self.draft_policy and self.draft_policy == self[phase .. "_policy"] then
+      options.fail(("attention: draft_policy is the %s_policy, expected a policy of its "
+        .. "own"):format(phase))
+    end
+  end
+  if self.draft_policy then self.draft_policy.drafts = true end -- what it is for
   self.shape = {
     device = cache.device, layers = cache.layers, blocks = cache.blocks, heads = o.heads,
     block_size = cache.block_size, kv_heads = cache.kv_heads, head_dim = cache.head_dim,
@@ -161,21 +195,25 @@ function M.attention(o)
     scale = o.scale or 1 / math.sqrt(cache.head_dim),
     max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks),
   }
-  self.keepers, self.emitting = {}, {}
+  self.keepers, self.drafters, self.emitting = {}, {}, {}
   each_policy(self, function(p)
+    self.shape.keepers = p == self.draft_policy and self.drafters or self.keepers
     policy.attach(p, self.shape)
-    policy.add_with_nested(p, self.keepers)
+    policy.add_with_nested(p, self.shape.keepers)
     self.emitting[#self.emitting + 1] = p.hook
   end)
-  self.emitters, self.watcher = kernel_hook.emitters(self.prefill_policy,
-    self.decode_policy)
+  self.emitters, self.watchers = kernel_hook.emitters(self.prefill_policy,
+    self.decode_policy, self.draft_policy)
   local limits = { max_seqs = o.max_seqs or 16, max_blocks = self.shape.max_blocks,
     format = cache.format, soft_cap = o.soft_cap, alibi = o.alibi,
     window = not self.windows and o.window or nil, windows = self.windows }
   self.context = context.new(self.shape, limits)
   self.dense_context = context.new(self.shape, limits)
   self.rows, self.scratches = rows.new(cache.device), {}
-  self.step, self.step_entry = {}, setmetatable({ tier = cache.tier }, Step)
+  self.drafts = draft_steps.new(cache.journal, self.drafters)
+  self.draft_rows = self.draft_policy and rows.new(cache.device)
+  self.step = {}
+  self.step_entry = setmetatable({ tier = cache.tier, drafts = self.drafts }, Step)
   self.prefill_reader, self.decode_reader = cache.tier:readers(self, o.decode_through, 2)
   return self
 end
@@ -185,8 +223,11 @@ local function note_step(self, journal, seqs)
   journal:note(self.step_entry)
   for i = 1, #seqs do
     for k = 1, #self.keepers do journal:keeps(seqs[i], self.keepers[k]) end
+    for k = 1, #self.drafters do journal:keeps(seqs[i], self.drafters[k]) end
   end
 end
+
+-- ---- a step ---------------------------------------------------------------------------
 
 --- Raises for a step that this attention cannot compute.
 local function check_step(self, batch, is_prefill)
@@ -207,15 +248,20 @@ end
 --- Makes the context that of a step of `batch`; in a decode step of several tokens a
 -- sequence, that of its rows. Dense attention then has a context of its own, in which the
 -- rows of a sequence read all of it together.
-local function begin_context(self, batch, is_prefill)
+local function begin_context(self, batch, is_prefill, draft, most)
   local ctx, dense = self.context, nil
-  local p = is_prefill and self.prefill_policy or self.decode_policy
-  local reads = not is_prefill and self.reads or nil
-  ctx.is_rows = false -- until the rows are there
-  local is_rows = not is_prefill and (batch.tokens_count ~= batch.count
+  local is_draft = draft ~= nil
+  local p = is_prefill and self.prefill_policy or is_draft and self.draft_policy
+    or self.decode_policy
+  local reads = not is_prefill and not is_draft and self.reads or nil
+  ctx.is_rows, ctx.is_draft = false, false -- until the rows are there
+  local is_rows = is_draft or not is_prefill and (batch.tokens_count ~= batch.count
     or batch.tree ~= nil)
-  self.cache.journal:begin(self.step, is_rows)
-  if is_rows then
+  if not is_draft then self.cache.journal:begin(self.step, is_rows) end
+  if is_draft then
+    ctx:begin(self.draft_rows:begin(batch, draft - 1,
+      touched_limit(most or draft, self.cache.block_size)), false)
+  elseif is_rows then
     dense = self.dense_context
     dense:begin(batch, false, batch.starts)
     dense.policy, dense.reads = p, reads
@@ -225,8 +271,9 @@ local function begin_context(self, batch, is_prefill)
     ctx:begin(batch, is_prefill, is_prefill and batch.starts or nil)
   end
   ctx.policy, ctx.reads, ctx.dense, ctx.is_rows = p, reads, dense, is_rows
-  ctx.checks_scores = self.probe ~= nil
-    or not ctx.has_checked[is_prefill and "prefill" or "decode"]
+  ctx.is_draft, ctx.phase = is_draft, is_prefill and "prefill" or is_draft and "draft"
+    or "decode"
+  ctx.checks_scores = self.probe ~= nil or not ctx.has_checked[ctx.phase]
   if reads then reads:forget() end
   return ctx
 end
@@ -239,26 +286,47 @@ end
 ---@param batch kvlab.Batch
 ---@param is_prefill boolean
 ---@param ends_prompts? boolean[]
-function Attention:begin(batch, is_prefill, ends_prompts)
+---@param draft? integer  it is this step of a draft, counted from 1: of one token for
+--                        each sequence, and the draft policy selects. 0: it verifies the
+--                        draft. Nothing stays of a draft that no step verifies
+---@param most? integer  tokens that the longest draft will have (those so far)
+function Attention:begin(batch, is_prefill, ends_prompts, draft, most)
   if batch.cache ~= self.cache then
     error("begin: batch belongs to another cache", 2)
   end
   check_step(self, batch, is_prefill)
-  local journal = self.cache.journal
-  if journal.is_open then note_step(self, journal, batch.seqs) end
+  if draft and draft > 0 and not self.draft_policy then
+    options.fail "begin: a step of a draft, but the attention has no draft_policy"
+  end
+  local journal, drafts = self.cache.journal, self.drafts
+  local is_draft = draft ~= nil and draft > 0
+  if draft == 1 or draft == nil or drafts.is_verified then drafts:finish() end
+  if is_draft then
+    drafts:begin(draft, batch.seqs, self.step_entry)
+  else
+    if journal.is_open then note_step(self, journal, batch.seqs) end
+    drafts:verify()
+  end
   each_policy(self, policy.note_use)
   self.cache.tier:begin(batch, is_prefill)
-  local ctx = begin_context(self, batch, is_prefill)
+  local ctx = begin_context(self, batch, is_prefill, is_draft and draft or nil, most)
+  self.reuse_role = self.reuse and is_draft and self.reuse:role(draft, ctx) or nil
   ctx.ends_prompts = ends_prompts
   if ctx.policy.step_begin then ctx.policy:step_begin(ctx) end
-  local watcher = is_prefill and self.watcher
-  if watcher and watcher.step_begin then watcher:step_begin(ctx) end
-  if ctx.is_rows then self.rows:lengthen() end
+  for i = 1, is_prefill and #self.watchers or 0 do
+    local watcher = self.watchers[i]
+    if watcher.step_begin then watcher:step_begin(ctx) end
+  end
+  if ctx.is_rows then (is_draft and self.draft_rows or self.rows):lengthen() end
 end
 
 local function take_back(self, counts)
-  local batch = self.rows.batch
+  local batch, kept = self.rows.batch, {}
   self.cache.journal:take_back(self.step, self.rows.first, self.rows.own, counts)
+  for i = 1, self.drafts.count > 0 and batch.count or 0 do
+    kept[batch.seqs[i]] = self.rows.own[i] - counts[i]
+  end
+  self.drafts:take_back(kept)
   for i = 1, batch.count do
     local seq, taken = batch.seqs[i], counts[i]
     if taken > 0 then
@@ -272,14 +340,15 @@ end
 
 --- Takes back tokens of the decode step that this attention computed last, such as those
 -- of a draft that were wrong: the newest counts[i] of sequence i of its batch. Sequences,
--- and what policies keep for them, are then as if the step had not had these tokens. The
+-- and what policies keep for them, are then as if the step had not had these tokens, and
+-- as if the draft policy had not made them. The
 -- step must have had several tokens for a sequence, and all of its layers must be over.
 -- A sequence may give back all of its tokens.
 ---@param counts integer[]
 function Attention:take_back(counts)
   local step = self.rows
   local batch = step.batch
-  if not self.context.is_rows then
+  if not self.context.is_rows or self.context.is_draft then
     options.fail "take_back: the last step was none that decoded several tokens"
   end
   local problem = step:check_taken("take_back", counts)
@@ -302,11 +371,19 @@ function Attention:take_back(counts)
   if not ok then error(why, 0) end
 end
 
---- Calls a hook of both policies.
-local function call_hook(self, hook, argument)
-  local first, second = self.prefill_policy, self.decode_policy
-  if first[hook] then first[hook](first, argument) end
-  if second ~= first and second[hook] then second[hook](second, argument) end
+--- Calls a hook of the policies that see a step: of a draft's step the draft policy
+-- alone. Of decode steps, it sees nothing but the K that they write.
+---@param is_for_draft? boolean  of a step that makes no draft, the draft policy sees it
+local function call_hook(self, hook, argument, is_for_draft)
+  local first, second, third = self.prefill_policy, self.decode_policy, self.draft_policy
+  local is_draft = self.context.is_draft
+  if not is_draft and first[hook] then first[hook](first, argument) end
+  if not is_draft and second ~= first and second[hook] then
+    second[hook](second, argument)
+  end
+  if third and (is_draft or is_for_draft) and third[hook] then
+    third[hook](third, argument)
+  end
 end
 
 --- Starts to bring the blocks that the decode policy expects a coming step to select.
@@ -316,6 +393,11 @@ local function bring_ahead(self, ctx)
   local expected = p:predict(ctx)
   if not expected then return end
   self.decode_reader:bring_ahead(expected, ctx, ctx.is_prefill and ends or nil)
+end
+
+--- The attention of a step of a draft whose tokens share a selection.
+local function attend_reusing(p, self, ctx, out)
+  return self.reuse[self.reuse_role](self.reuse, p, self, ctx, out)
 end
 
 --- Appends k, v [tokens, kv_heads, head_dim] and attends with q [tokens, heads,
@@ -329,28 +411,32 @@ function Attention:forward(layer, q, k, v, out)
   ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, ctx.batch,
     self.inv_freqs and self.inv_freqs[layer])
   local hook = ctx.is_prefill and "on_prefill_offload" or "on_decode_offload"
-  call_hook(self, hook, ev)
+  call_hook(self, hook, ev, true)
   self.cache.tier:appended(layer)
   ctx:begin_layer(layer, q, self.cache:layer(layer))
   local hooks = self.hooks
   if hooks and hooks.attention_begin then hooks.attention_begin(ctx) end
-  call_hook(self, "attention_begin", ctx)
+  call_hook(self, "attention_begin", ctx, ctx.is_prefill)
   local is_recorded = C.kvl_device_is_recording(self.cache.device) == 1
-  self.step.is_known = not is_recorded
+  local step = ctx.is_draft and self.drafts:last() or self.step
+  step.is_known = not is_recorded
   if p.eager and is_recorded then
     error(("policy %s decides at each step what to launch and cannot be recorded in a "
       .. "graph"):format(p.name), 2)
   end
   local compute = ctx.is_prefill and p.compute_prefill or p.compute_decode
   if self.windows and ctx.window > 0 then compute = attend_window end
+  if self.reuse_role and compute ~= attend_window then compute = attend_reusing end
   for i = 1, #self.emitting do self.emitting[i]:forget() end
   local selection, counts, tokens
   out, selection, counts, tokens = compute(p, self, ctx, out)
   if ctx.reads and p.own_bytes and compute ~= attend_window then
     ctx.reads:own(p, ctx)
   end
-  if self.probe then self.probe:observe(self, ctx, selection, counts, tokens, out) end
-  call_hook(self, "attention_finished", ctx)
+  if self.probe and not ctx.is_draft then
+    self.probe:observe(self, ctx, selection, counts, tokens, out)
+  end
+  call_hook(self, "attention_finished", ctx, ctx.is_prefill)
   if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
   if self.decode_reader.bring_ahead and not ctx.is_rows then bring_ahead(self, ctx) end
   if ctx.reads then ctx.reads:end_layer(ctx, self.probe ~= nil) end
@@ -505,6 +591,14 @@ function Attention:keep(key, block)
   end)
 end
 
+--- Whether a policy needs the queries of prompts, so that all of a prompt is computed.
+---@return boolean
+function Attention:watches_prompts()
+  local watches = false
+  each_policy(self, function(p) watches = watches or p.watches_prompt or false end)
+  return watches
+end
+
 --- Shows policies that were attached late the sequences that are already in the cache.
 ---@param seqs kvlab.Sequence[]
 function Attention:adopt(seqs)
@@ -540,7 +634,9 @@ local OF_SEQUENCE = { seq = objects.sequence }
 local A_HOOK = options.optional(options.like("a policy's hook", "prepare", "owner"))
 arguments.methods(Attention, "an attention", {
   take_back = { counts = options.table },
-  begin = { batch = objects.batch, ends_prompts = options.optional(options.table) },
+  begin = { batch = objects.batch, ends_prompts = options.optional(options.table),
+            draft = options.optional(options.whole),
+            most = options.optional(options.count) },
   forward = { layer = options.whole, q = kinds.tensor, k = kinds.tensor,
               v = kinds.tensor, out = some },
   over = { ctx = objects.layer_context, out = some, lse = some }, direct = DIRECT,

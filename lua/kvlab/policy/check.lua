@@ -105,7 +105,7 @@ function M.scores(ctx, scores, budget, what)
     refuse(ctx, "all %s of step %d are NaN, expected numbers: a block whose score is NaN "
       .. "is never selected", what or "scores", ctx.step)
   end
-  ctx.has_checked[ctx.is_prefill and "prefill" or "decode"] = true
+  ctx.has_checked[ctx.phase] = true
 end
 
 local function refuse_entry(ctx, row, heads, i, block, before, n)

@@ -45,7 +45,9 @@ local M = {}
 ---@field policy table             that selects in this step
 ---@field ends_prompts boolean[]|nil  see Attention:begin
 ---@field event table              what offload hooks get
----@field is_rows boolean          a decode step of several tokens, see rows.lua
+---@field phase string             prefill, decode or draft
+---@field is_rows boolean          a decode step of several tokens, or one that makes a
+--                                 token of a draft, see rows.lua
 ---@field dense kvlab.Context|nil  what dense attention has in its place, if is_rows
 ---@field alibi kvlab.Tensor|nil   f32 [heads], the slopes of the attention
 ---@field window integer|nil       how many tokens a query of this layer sees; 0, nil: all

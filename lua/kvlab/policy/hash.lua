@@ -195,6 +195,7 @@ function M.centred(shape, o)
   o = options.check("hash.centred", o, CENTRED)
   local self = setmetatable(M.summary(shape, o), Centred)
   self.shape, self.means = shape, summary.mean(shape)
+  if shape.keepers then table.insert(shape.keepers, self) end -- of seq.state[self]
   return self
 end
 

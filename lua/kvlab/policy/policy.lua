@@ -115,6 +115,12 @@
 -- a sequence of its own, with one query and the length up to it; ctx.sequences then has
 -- views of the sequence, and seq.base is the sequence itself (memory/rows.lua).
 --
+-- A policy may make drafts (attention's draft_policy): self.drafts is then true. It is
+-- called in prefill steps as any other, and in its own steps, which look like decode
+-- steps of several tokens with one for each sequence. Of the steps that decode, it sees
+-- the K (on_decode_offload) alone, also before the first draft, and of the tokens of a
+-- draft it sees the K twice: that of the draft, and that of the step that verified it.
+--
 -- Options of every policy: the budget, given as one of ratio (share of a sequence's
 -- blocks), tokens or blocks; min_blocks; and sink and recent (blocks that are always
 -- selected; they count towards the budget). If the defaults have a seed, its value is
@@ -438,6 +444,27 @@ local function use_expressions(class, def, defaults)
   end
 end
 
+local MADE = setmetatable({}, { __mode = "k" }) -- policy -> what made it, its options
+
+--- Another policy of the same definition, with the same options, for another attention.
+---@param self kvlab.Policy
+---@return kvlab.Policy
+function M.again(self)
+  options.argument("again", "self", self, objects.policy)
+  local made = MADE[self]
+  return made.make(made.given)
+end
+
+--- Why a policy's attention in decode is more than that over the blocks that it selects;
+-- nil if it is not.
+---@param self kvlab.Policy
+---@return string|nil
+function M.beside_selection(self)
+  options.argument("beside_selection", "self", self, objects.policy)
+  return self.compute_decode ~= Policy.compute_decode and "a dataflow of its own"
+    or self.expressions.attention and "a bias, a mask, a log_weight or emit" or nil
+end
+
 --- Makes a policy from its definition, whose fields are listed at the head of this file.
 -- Call the result with options to get a policy that can be attached:
 -- `local quest = require "policies.quest"; quest { ratio = 0.05 }`.
@@ -455,9 +482,12 @@ function M.define(def)
   class.files = files_of(def)
   for _, path in ipairs(class.files) do sources.load(path) end
   class.__index = class
-  return function(given, level)
+  local function make(given, level)
     local self = merge_options(checked, given, level or 2)
     self.options = sorted.keys(self)
+    local own = {}
+    for _, name in ipairs(self.options) do own[name] = self[name] end
+    MADE[self] = { make = make, given = own }
     if type(def.summary) == "function" then
       local fields = kernel.check(with_fields(def, self), {}, class.expressions.numbers)
       self.expressions = setmetatable({ fields = fields },
@@ -466,6 +496,7 @@ function M.define(def)
     M.note_use(setmetatable(self, class))
     return self
   end
+  return make
 end
 
 --- Binds a policy to the shape that it works on. attention.lua calls this once.

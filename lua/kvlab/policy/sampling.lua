@@ -55,7 +55,7 @@ function Sampling:draw(ctx, chance, budget)
   end
   local priority, weights = ctx:new_scores(), ctx:new_scores()
   ends.sink, ends.recent = budget.sink, math.max(1, budget.recent)
-  if ctx.is_rows then ends.recent = math.max(ends.recent, ctx.batch.open_max) end
+  if ctx.is_rows then ends.recent = math.max(ends.recent, ctx.batch.open_limit) end
   chance:add(ctx:mark((ctx:select(chance, ends))):mul(CERTAIN, weights), chance)
   chance:div(b.draws[ctx.layer], priority)
   local selection, counts = ctx:select(priority, budget)

@@ -127,11 +127,10 @@ end
 local Store = {}
 Store.__index = Store
 
-local function new_store(self)
-  local views = self.views
+local function new_store(self, views)
   return setmetatable({ tally = self, views = views,
     firsts = ffi.new("int32_t[?]", views.heads),
-    values = tensor.tensor(self.shape.device, "f32", { 1, self.values.count }) }, Store)
+    values = tensor.tensor(self.shape.device, "f32", { 1, views.values.count }) }, Store)
 end
 
 --- Gives an entry what a step of `rows` rows needs.
@@ -159,7 +158,8 @@ local function keep_stored(self, ctx)
   end
   stored[layer] = ctx.step
   local free = self.views.free_stores
-  local entry = not is_recorded and table.remove(free) or tensor.lasting(new_store, self)
+  local entry = not is_recorded and table.remove(free)
+    or tensor.lasting(new_store, self, self.views)
   if ctx.is_rows and not entry.after then tensor.lasting(add_rows, entry, ctx.seqs) end
   entry.layer, entry.is_recorded = layer, is_recorded
   self.layers[layer]:gather(self.views.places_flat, entry.values)
@@ -178,6 +178,21 @@ end
 --- The numbers are those of this step's sequences.
 function Store:replayed()
   ffi.copy(self.firsts, self.tally.views.host_firsts, 4 * self.views.heads)
+end
+
+-- The same numbers in an entry that no replay writes to.
+function Store:copy()
+  local views = self.views
+  local entry = table.remove(views.free_stores)
+    or tensor.lasting(new_store, self.tally, views)
+  if self.after then
+    if not entry.after then tensor.lasting(add_rows, entry, self.after:size(0)) end
+    entry.after:copy_(self.after)
+  end
+  entry.values:copy_(self.values)
+  entry.layer, entry.is_recorded = self.layer, false
+  ffi.copy(entry.firsts, self.firsts, 4 * views.heads)
+  return entry
 end
 
 function Store:forget()

@@ -49,7 +49,8 @@ function M.new(o)
     model = o.store and o.store.model or "", start = C.kvl_clock_ns(), problems = 0,
     max_blocks = math.min(engine.max_blocks or cache.blocks, cache.blocks),
     bytes_block = cache:bytes_token() * cache.block_size * cache.kv_heads * cache.layers,
-    seqs = {}, counts = {}, tokens = {}, ends = {}, wrong = {}, hooks = o.hooks,
+    seqs = {}, counts = {}, tokens = {}, ends = {}, wrong = {}, marks = {},
+    hooks = o.hooks,
     seen = setmetatable({}, { __mode = "k" }), -- attention -> block -> key of the content
                                                -- that its policies have seen in it
   }, EngineExecutor)
@@ -88,15 +89,18 @@ function EngineExecutor:admit_keys(r)
         vocab - 1), 3)
     end
   end
-  local attention = r.attention or self.engine.attention
+  local attention, d = r.attention or self.engine.attention, r.draft
   if attention.cache ~= self.memory then
     error("request: attention is over another cache, expected one over the engine's", 3)
   end
+  if d and d.policy and attention.draft_policy ~= d.policy then
+    attention = self.engine:drafting(attention, d.policy, d.key, d.reuses)
+  end
   attention.hooks, r.attention = self.hooks, attention
-  r.reads_prompt = r.prompt_logprobs ~= nil or attention.prefill_policy.watches_prompt
-    or attention.decode_policy.watches_prompt or false
+  r.reads_prompt = r.prompt_logprobs ~= nil or attention:watches_prompts()
   local size = self.memory.block_size
-  r.keys = ffi.new("kvl_key[?]", math.floor((r.num_tokens + r.max_tokens) / size) + 1)
+  local most = r.num_tokens + r.max_tokens + (d and draft.MOST or 0)
+  r.keys = ffi.new("kvl_key[?]", math.floor(most / size) + 1)
   local full = math.floor(r.num_tokens / size)
   if full > 0 then make_keys(self, r, 1, full) end
 end
@@ -267,7 +271,7 @@ local function choose(self, list, logits)
         sample(r, logits:index(i - 1), self.engine.model.config.vocab)
       else
         if not ids then ids, logprobs, wrong = sampler.choose(logits, list) end
-        r.next_token, r.next_logprobs = ids[i], logprobs and logprobs[i]
+        r.next_token, r.next_logprobs = ids[i], logprobs and { logprobs[i] }
         if wrong and wrong[i] then
           refuse_logits(r, "output", r:output_length() + 1, wrong[i])
         end
@@ -300,9 +304,12 @@ local function ends_prompts(self, list)
   return any and ends or nil
 end
 
---- Accepts the right tokens of the requests' drafts, and takes back the others. problems:
--- of rows whose logits give no token.
-local function judge(self, list, says, problems)
+--- Takes what a step says after each of its tokens: accepts the right tokens of drafts,
+-- and takes back the others.
+---@param says integer[]  of each row; -1: its logits give no token
+---@param logprobs table<integer, table>|nil  of rows
+---@param problems table<integer, string>|nil  of rows whose logits give no token
+local function judge(self, list, says, logprobs, problems)
   local first, wrong = 1, self.wrong
   clear(wrong, #list)
   for i, r in ipairs(list) do
@@ -311,10 +318,16 @@ local function judge(self, list, says, problems)
       accepted = draft.accepted(r.draft.ids, says, first)
       r.next_tokens = {}
       for t = 0, accepted do r.next_tokens[t + 1] = says[first + t] end
-      local problem = problems and problems[first + accepted] -- -1 is in no draft
-      if problem then
-        refuse_logits(r, "output", r:output_length() + accepted + 1, problem)
-      end
+    elseif not r.sample then
+      r.next_token = says[first]
+    end
+    local problem = not r.sample and problems and problems[first + accepted]
+    if problem then -- -1 is in no draft
+      refuse_logits(r, "output", r:output_length() + accepted + 1, problem)
+    end
+    r.next_logprobs = {}
+    for t = 0, logprobs and accepted or -1 do
+      r.next_logprobs[t + 1] = logprobs[first + t]
     end
     wrong[i] = n - 1 - accepted
     first = first + n
@@ -325,24 +338,76 @@ local function judge(self, list, says, problems)
   end
 end
 
+--- Lets the policies make the drafts of a step, which stay on the device. Returns how
+-- many tokens they make for each request; nil if for none.
+local function make_drafts(self, list)
+  local seqs, counts, tokens, drafted, drafting = {}, {}, {}, {}, {}
+  for i, r in ipairs(list) do
+    local n = r.num_scheduled_tokens - 1
+    drafted[i] = n > 0 and r.draft.policy and n or 0
+    if drafted[i] > 0 then
+      local at = #seqs + 1
+      seqs[at], counts[at], tokens[at] = r.seq, n, r.tokens[r.num_tokens]
+      drafting[at] = r
+    end
+  end
+  if #seqs == 0 then return nil end
+  self.engine:draft(seqs, counts, tokens, function(logits, step, ids)
+    local there = {}
+    for at, r in ipairs(drafting) do
+      if counts[at] >= step then there[#there + 1] = r end
+    end
+    sampler.guess(logits, there, step, ids)
+  end)
+  return drafted
+end
+
+--- Reads the tokens of a step whose drafts policies made.
+local function read_drafts(self, list)
+  local ids, row = self.engine.batch.tokens:list(), 0
+  for _, r in ipairs(list) do
+    for t = 1, r.draft and #r.draft.ids or 0 do r.draft.ids[t] = ids[row + t + 1] end
+    row = row + r.num_scheduled_tokens
+  end
+end
+
+--- Marks the end of a part of a step for its times; a number from 1.
+local function mark(self, part)
+  local device = self.engine.model.device
+  self.marks[part] = self.marks[part] or device:open_event()
+  self.marks[part]:record(device:stream())
+end
+
+--- Gives the requests of a step the times of its parts. The device is done with them.
+local function note_times(self, list)
+  local marks = self.marks
+  local us = { draft = marks[1]:elapsed_us(marks[2]),
+               check = marks[2]:elapsed_us(marks[3]),
+               choose = marks[3]:elapsed_us(marks[4]) }
+  for _, r in ipairs(list) do
+    if r.draft then r.draft.us = us end
+  end
+end
+
 --- A decode step in which some requests have drafts.
 local function verify(self, list)
   local seqs, counts, tokens = gather(self, list)
-  local logits = self.engine:verify(seqs, counts, tokens)
-  local says, problems = sampler.likeliest(logits)
-  local others = false
-  for _, r in ipairs(list) do others = others or not r.draft end
-  if others then -- which may be drawn
-    local newest = {}
-    local row = 0
-    for i, r in ipairs(list) do
-      newest[i], row = row, row + r.num_scheduled_tokens
-    end
-    local own = logits:gather_rows(tensor.from(logits.device, "i32", { #newest }, newest))
-    choose(self, list, own)
-    own:free()
+  mark(self, 1)
+  local drafted = make_drafts(self, list)
+  mark(self, 2)
+  local logits = self.engine:verify(seqs, counts, tokens, nil, drafted)
+  mark(self, 3)
+  if drafted then read_drafts(self, list) end
+  local row = 0
+  for _, r in ipairs(list) do
+    if r.sample then sample(r, logits:index(row), self.engine.model.config.vocab) end
+    row = row + r.num_scheduled_tokens
   end
-  judge(self, list, says, problems)
+  local says, logprobs, problems = sampler.choose(logits, sampler.rows(list))
+  mark(self, 4)
+  judge(self, list, says, logprobs, problems)
+  self.marks[4]:sync()
+  note_times(self, list)
 end
 
 local function has_draft(list)
@@ -487,6 +552,8 @@ end
 
 function EngineExecutor:close()
   self.engine.attention.hooks = nil
+  for _, event in ipairs(self.marks) do event:close() end
+  self.marks = {}
   if self.prefetch then self.prefetch:close() end
 end
 

@@ -25,8 +25,7 @@ local MAX_TOKENS = 128 -- unless max_tokens says otherwise
 --                              or the logits give no token
 ---@field stop string|nil       the stop string that ended it
 ---@field error any             what on_text raised, or what is wrong with the logits
----@field draft table|nil       where drafts are asked for: steps (decode steps), proposed
---                              and accepted (tokens of drafts)
+---@field draft kvlab.serve.Drafts|nil  what drafts did, where they are asked for
 ---@field logprobs table[]|nil  of each token { id =, logprob =, top = { { id =,
 --                              logprob = }, … } }, where they are asked for
 
@@ -156,11 +155,6 @@ function M.job(engine, given, o, i)
         name, options.shown(own[name])))
     end
   end
-  for name in pairs(own.draft and sampler.KNOWN or {}) do
-    if own[name] ~= nil then
-      fail(i, "has a draft and %s: drafts are for the likeliest tokens", name)
-    end
-  end
   local tokens = tokens_of(prompt, own, i, engine.model.config.vocab)
   local job = { tokens = tokens, on_text = own.on_text, parts = {}, answer = {
     index = i, ids = {} } }
@@ -207,8 +201,7 @@ function M.finish(job)
   end
   for i, one in ipairs(r.logprobs or {}) do one.id = answer.ids[i] end
   answer.logprobs = r.logprobs
-  local d = r.draft
-  answer.draft = d and { steps = d.steps, proposed = d.proposed, accepted = d.accepted }
+  answer.draft = r.draft and draft.summary(r.draft)
 end
 
 --- Submits a job to a server with the engine that the job was made for.
@@ -257,7 +250,8 @@ end }
 --                  ignore_eos: these do not (false); logprobs: keeps the log-probability
 --                  of each token and of that many of the likeliest; draft: { ngram = 3,
 --                  tokens = 8 } drafts up to 8 tokens by looking up the last 3 in the
---                  text so far, for the likeliest tokens alone (draft.lua);
+--                  text so far, { policy = "quest", ratio = 0.05, tokens = 4 } drafts 4
+--                  by a policy, tokens = "auto" as many as have paid so far (draft.lua);
 --                  on_text(text, answer): is given the text as it comes, and ends its
 --                  answer by returning false
 ---@return kvlab.Answer|kvlab.Answer[]  one, or a list where prompts is a list

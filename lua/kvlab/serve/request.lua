@@ -39,6 +39,8 @@ local M = {}
 --                                   { logprob =, top = { { id =, logprob = }, … } }
 ---@field draft kvlab.serve.Draft|nil  how drafts are made; how many were right
 ---@field next_tokens integer[]|nil  what a step with a draft gave
+---@field next_logprobs table[]|nil  of what the step gave; next_from: after how many
+--                                   tokens of output
 ---@field unseen integer             how many of these the server has yet to reveal
 ---@field prompt_logprobs table<integer, table>|nil  the same of each token of the prompt
 --                                   but the first, if it asks for them
@@ -96,9 +98,9 @@ function M.new(o, request_id, level)
     tokens = {}
     for i, id in ipairs(o.tokens) do tokens[i] = id end
   end
-  if o.draft and (choice or o.sample or not tokens) then
-    error("request: draft is a table, expected none beside sample and the options of "
-      .. "sampling, or without a model: drafts are for the likeliest tokens", level + 1)
+  if o.draft and (o.sample or not tokens) then
+    error("request: draft is a table, expected none beside sample, or without a model",
+      level + 1)
   end
   local length = tokens and #tokens or o.input_length
   local stops

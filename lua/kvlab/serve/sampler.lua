@@ -11,7 +11,9 @@
 --
 -- A token is drawn by one uniform number: the n-th token of a request takes number n of
 -- its seed. So a request draws the same whatever else is in the batch, after it was
--- preempted, and when a step is tried again.
+-- preempted, and when a step is tried again; and with drafts as without them. A policy
+-- that drafts the token draws with the same number from its own distribution (`guess`):
+-- the closer that is to the model's, the more often the two draw the same token.
 local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.arithmetic"
 
@@ -75,7 +77,7 @@ local function draw(r, c)
 end
 
 --- The different tokens of a request so far.
-local function seen_of(r, c)
+local function seen_so_far(r, c)
   for i = c.seen_to + 1, r.num_tokens do
     local id = r.tokens[i]
     if not c.seen[id] then
@@ -85,6 +87,37 @@ local function seen_of(r, c)
   end
   c.seen_to = r.num_tokens
   return c.seen_ids
+end
+
+-- A row of a step that verifies a draft: the request as it is if the first `past` tokens
+-- of its draft are right.
+local Row = {}
+Row.__index = Row
+
+function Row:output_length() return self.request:output_length() + self.past end
+
+--- The rows of a step in which requests may have drafts, in place of the requests
+-- themselves, for `choose`.
+---@param list kvlab.Request[]
+---@return table[]
+function M.rows(list)
+  local rows = {}
+  for _, r in ipairs(list) do
+    for past = 0, r.num_scheduled_tokens - 1 do
+      rows[#rows + 1] = setmetatable({ request = r, past = past, choice = r.choice }, Row)
+    end
+  end
+  return rows
+end
+
+--- The tokens of a request, or of a row, so far; those of a draft perhaps twice, and none
+-- of a draft that the host does not know yet.
+local function seen_of(r, c)
+  local ids = seen_so_far(r.request or r, c)
+  if (r.past or 0) == 0 or r.is_guess then return ids end
+  ids = { unpack(ids) }
+  for i = 1, r.past do ids[#ids + 1] = r.request.draft.ids[i] end
+  return ids
 end
 
 --- An option > 0 as f32, because the device computes in f32: limited so that it becomes
@@ -160,11 +193,12 @@ end
 --- The least of the best tokens that together reach top_p, [rows, 1]; and which rows do
 -- not reach it with `count` tokens, of `most` that there are to choose from.
 ---@param top_p number[]  of each row; 2 where all tokens stay
-local function top_p_threshold(scores, top_p, count, most)
+---@param waits boolean    whether to ask the device which rows do not reach it
+local function top_p_threshold(scores, top_p, count, most, waits)
   local values, short = scores:topk(count), {}
   local mass = values:sub(scores:logsumexp(-1):reshape { #top_p, 1 }):exp()
   local sums = mass:cumsum()
-  if count < most then
+  if waits and count < most then
     for i, reached in ipairs(sums:narrow(count - 1, 1, 1):list()) do
       if top_p[i] < 1 and reached < top_p[i] then short[#short + 1] = i end
     end
@@ -201,7 +235,8 @@ end
 -- need more are looked at again.
 local function keep_top_p(scores, p)
   local most = math.min(p.top_p_of, scores:size(1))
-  local threshold, short = top_p_threshold(scores, p.top_p, math.min(HEAD, most), most)
+  local threshold, short = top_p_threshold(scores, p.top_p, math.min(HEAD, most), most,
+    not p.is_guess)
   if #short > 0 then
     local rows, top_p = {}, {}
     for i, row in ipairs(short) do rows[i], top_p[i] = row - 1, p.top_p[row] end
@@ -335,7 +370,7 @@ function M.expect_likeliest(logits)
   return ids
 end
 
---- The next tokens of the requests of a step.
+--- The next tokens of the requests of a step, or of its rows.
 ---@param logits kvlab.Tensor  f32 [#list, vocab]; they stay as they are
 ---@param list kvlab.Request[]
 ---@return integer[] ids       -1 for a request whose logits give none
@@ -347,6 +382,38 @@ function M.choose(logits, list)
   end
   local ids, wrong = M.likeliest(logits)
   return ids, nil, wrong
+end
+
+local function guess(logits, list, ids)
+  local p = plan(list)
+  p.is_guess = true
+  if p.has_greedy then logits:argmax(ids) end
+  if not p.is_drawn then return end
+  local scores = logits:clone()
+  if p.is_penalised then penalise(scores, list, p) end
+  local drawn = pick(filter(scores, p), p)
+  if p.has_greedy then
+    local is_drawn = {}
+    for i, c in ipairs(p.choices) do is_drawn[i] = c.temperature > 0 and 1 or 0 end
+    drawn = tensor.from(ids.device, "u8", { p.rows }, is_drawn):where(drawn, ids)
+  end
+  ids:copy_(drawn)
+end
+
+--- Tokens for a step of a draft, by its logits: drawn by the numbers by which the model's
+-- will be. It never waits for the device, so top_p chooses among the best 512 tokens, and
+-- a repetition_penalty does not know the draft's own tokens.
+---@param logits kvlab.Tensor  f32 [#list, vocab]; they stay as they are
+---@param list kvlab.Request[] with drafts
+---@param step integer         of the draft, from 1
+---@param ids kvlab.Tensor     i32 [#list]
+function M.guess(logits, list, step, ids)
+  local rows = {}
+  for i, r in ipairs(list) do
+    rows[i] = setmetatable({ request = r, past = step - 1, choice = r.choice,
+                             is_guess = true }, Row)
+  end
+  tensor.scope(guess, logits, rows, ids)
 end
 
 --- The chances of all tokens after the filters, [rows, vocab], for specs.

@@ -32,8 +32,8 @@ function M.new(executor, o)
   return setmetatable({
     executor = executor, prefix = prefix_cache.new(executor.memory), waiting = {},
     running = {}, computing = {}, loading = {}, plan = { decode = {}, prefill = {} },
-    view = { step = 0 }, uses = o.keep ~= false and {} or nil, max_seqs = o.max_seqs,
-      max_tokens = o.max_tokens,
+    lengths = {}, view = { step = 0 }, uses = o.keep ~= false and {} or nil,
+    max_seqs = o.max_seqs, max_tokens = o.max_tokens,
     ahead_tokens = o.prefetch_ahead * o.max_tokens, priority = o.priority,
     skips = o.late == "skip", block_size = executor.memory.block_size,
     watermark = math.ceil(o.watermark * executor.memory.blocks), window = 1,
@@ -94,14 +94,41 @@ local function add(self, r, n, is_decoding)
   list[#list + 1] = r
 end
 
+--- How many tokens a request may have after its next one.
+local function tokens_left(r) return r.max_tokens - r:output_length() - 1 end
+
+--- How many tokens the policies of drafts make in this step: for each attention, as many
+-- as the request that wants most of them. So the drafts of a batch have one length, which
+-- one recorded step serves; what a request cannot use is dropped with its end.
+local function measure_drafts(self)
+  local lengths, drafting = self.lengths, 0
+  for attention in pairs(lengths) do lengths[attention] = nil end
+  for _, r in ipairs(self.running) do
+    local d = r.draft
+    if d and d.policy and r:is_decoding() then
+      drafting = drafting + 1
+      lengths[r.attention] = math.max(lengths[r.attention] or 0,
+        math.min(draft.length(d), tokens_left(r)))
+    end
+  end
+  local most = drafting > 0 and math.floor(self.room / drafting) or 0
+  for attention, n in pairs(lengths) do lengths[attention] = math.min(n, most) end
+end
+
 --- How many tokens a request that decodes gets: its newest one, and a draft as far as the
 -- token budget has room. Nobody is preempted for a draft.
 local function decode_tokens(self, r)
-  if not r.draft then return 1 end
-  local left = r.max_tokens - r:output_length() - 1
-  local n = draft.propose(r.draft, r.tokens, r.num_tokens, math.min(self.room, left))
+  local d, n = r.draft, nil -- luacheck: ignore 311
+  if not d then return 1 end
+  if d.policy then
+    local most = (self.executor.max_blocks or self.executor.memory.blocks)
+      * self.block_size - r.num_tokens
+    n = draft.expect(d, math.max(0, math.min(self.lengths[r.attention], self.room, most)))
+  else
+    n = draft.propose(d, r.tokens, r.num_tokens, math.min(self.room, tokens_left(r)))
+  end
   if self.need + blocks_needed(self, r, n + 1) > self.prefix:available() then
-    n = draft.propose(r.draft, r.tokens, r.num_tokens, 0)
+    n = draft.expect(d, 0)
   end
   self.room = self.room - n
   return n + 1
@@ -116,6 +143,7 @@ local function continue_running(self)
   end
   local before = #running
   self.room = self.max_tokens - decoding
+  measure_drafts(self)
   while i <= #running do
     local r = running[i]
     local is_decoding = r:is_decoding()

@@ -20,6 +20,7 @@
 -- scheduler of vLLM; hooks and parameters have the names that UCM GSA gives them.
 local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
+local draft = require "kvlab.serve.draft"
 local options = require "kvlab.options"
 local request = require "kvlab.serve.request"
 local scheduler = require "kvlab.serve.scheduler"
@@ -57,6 +58,8 @@ Server.__index = Server
 --                "wait", the step waits for them; "skip", others go first ("wait")
 --  keep          whether the server keeps requests that finished, for its stats. One that
 --                runs for long does not; priorities then see no reuse (true)
+--  draft         what requests get that name no draft: { policy = "quest", ratio = 0.05,
+--                tokens = 4 } or { ngram = 3, tokens = 8 }, see draft.lua (none)
 --  slo_us        how long after its arrival a request's first token is due (2e6)
 --  hooks         build_sparse_meta(server, plan), request_begin(request),
 --                request_finished(request), attention_begin(ctx), attention_finished(ctx)
@@ -68,7 +71,7 @@ function M.serve(given)
   return setmetatable({
     executor = executor, scheduler = scheduler.new(executor, o), hooks = o.hooks or {},
     requests = {}, submitted = 0, arriving = {}, slo_us = o.slo_us,
-    forgets = o.keep == false,
+    forgets = o.keep == false, draft = o.draft, drafts = draft.counts(),
     counts = { steps = 0, busy_us = 0, idle_us = 0, prefill_tokens = 0,
                decode_tokens = 0, finished = 0, failed = 0 },
   }, Server)
@@ -96,6 +99,7 @@ local function with_defaults(self, given)
   for key, value in pairs(given) do o[key] = value end
   o.arrival_us = o.arrival_us or self.executor:now()
   o.deadline_us = o.deadline_us or o.arrival_us + self.slo_us
+  if o.draft == nil and not o.sample then o.draft = self.draft end
   return o
 end
 
@@ -108,6 +112,14 @@ local function lacks_blocks(self, r)
     r.max_tokens, blocks, most)
 end
 
+--- Raises if a step has no room for the drafts that a request wants of a policy.
+local function expect_room(self, what, r)
+  local d, most = r.draft, self.scheduler.max_tokens - 1
+  if not d or not d.policy or (d.tokens or 0) <= most then return end
+  options.fail(("%s: draft.tokens is %d, expected at most %d: a step has room for %d "
+    .. "tokens (max_tokens)"):format(what, d.tokens, most, most + 1))
+end
+
 --- Submits a request.
 ---@param given table  tokens (or, without a model, input_length and hash_ids: the keys of
 --                     its blocks of hash_block tokens), max_tokens; stop_tokens, a list
@@ -117,8 +129,9 @@ end
 --                     repetition_penalty (1), seed (0): how its tokens are drawn;
 --                     logprobs: keeps the log-probability of each token and of that many
 --                     of the likeliest in request.logprobs; or, in place of these,
---                     sample(logits, request) -> id, or draft = { ngram, tokens }, which
---                     drafts the likeliest tokens (draft.lua); on_token(request, id);
+--                     sample(logits, request) -> id; draft: { policy = "quest", ratio =
+--                     0.05, tokens = 4 } or { ngram = 3, tokens = 8 } (draft.lua; the
+--                     server's), false: none; on_token(request, id);
 --                     prompt_logprobs: keeps the same of each token of the prompt in
 --                     request.prompt_logprobs; attention: whose policies serve it (the
 --                     engine's); keep_output: others may share the blocks of its output
@@ -132,6 +145,7 @@ function Server:submit(given)
   local r = request.new(o, self.submitted + 1, 2)
   local why = lacks_blocks(self, r)
   if why then return nil, why end
+  expect_room(self, "submit", r)
   self.executor:admit_keys(r, o)
   enlist(self, r)
   return r
@@ -149,33 +163,45 @@ end
 local function reveal(r)
   r.num_tokens, r.unseen = r.num_tokens + 1, r.unseen - 1
   r.has_new, r.is_told = true, false
+  local n = r:output_length()
+  if r.logprobs then r.logprobs[n] = r.next_logprobs[n - r.next_from] end
+end
+
+--- Counts a step of a request with drafts, for the request and for the server.
+local function count_draft(self, r, accepted)
+  local proposed, us = #r.draft.ids, r.draft.us
+  draft.count(r.draft, proposed, accepted)
+  draft.count(self.drafts, proposed, accepted)
+  if not us then return end
+  draft.add_times(r.draft, us)
+  if not us.is_counted then draft.add_times(self.drafts, us) end -- of several requests
+  us.is_counted, r.draft.us = true, nil
 end
 
 --- Notes what a step with a draft gave: the tokens that follow, the first of which is
 -- revealed at once.
-local function take_draft(r)
-  local d, ids = r.draft, r.next_tokens
+local function take_draft(self, r)
+  local ids = r.next_tokens
   for i, id in ipairs(ids) do r.tokens[r.num_tokens + i] = id end
-  d.steps, d.proposed, d.accepted = d.steps + 1, d.proposed + #d.ids,
-    d.accepted + #ids - 1
+  count_draft(self, r, #ids - 1)
   r.unseen, r.next_tokens = #ids, nil
 end
 
 --- Takes note that a step computed a request's scheduled tokens: all of it or nothing.
-local function advance(r, now)
+local function advance(self, r, now)
   C.kvl_interrupt_hold(1)
   r.is_computed, r.shares_last = false, false
   r.num_computed_tokens = r.num_computed_tokens + r.num_scheduled_tokens
   if r.num_computed_tokens >= r.num_tokens and not r.error then
+    r.next_from = r:output_length()
     if r.next_tokens then
-      take_draft(r)
+      take_draft(self, r)
     else
       r.unseen = 1
       if r.tokens then r.tokens[r.num_tokens + 1] = r.next_token end
-      if r.draft and r:output_length() > 0 then r.draft.steps = r.draft.steps + 1 end
+      if r.draft and r:output_length() > 0 then draft.count(r.draft, 0, 0) end
     end
     reveal(r)
-    if r.logprobs then r.logprobs[r:output_length()] = r.next_logprobs end
     r.first_token_us = r.first_token_us or now
   end
   C.kvl_interrupt_hold(-1)
@@ -195,7 +221,7 @@ function Server:fork(parent, given)
     error(("fork: request %d is %s, expected one that is running"):format(
       parent.request_id, parent.state), 2)
   end
-  if parent.is_computed then advance(parent, self.executor:now()) end
+  if parent.is_computed then advance(self, parent, self.executor:now()) end
   local o = with_defaults(self, given)
   local extra = o.tokens and #o.tokens or 0
   o.input_length, o.hash_ids = parent.num_tokens + extra, nil
@@ -209,6 +235,7 @@ function Server:fork(parent, given)
   r.attention = parent.attention
   local why = lacks_blocks(self, r)
   if why then error("fork: " .. why, 2) end
+  expect_room(self, "fork", r)
   for i, key in ipairs(parent.block_hashes) do r.block_hashes[i] = key end
   self.executor:admit_keys(r, o)
   r.seq, r.is_fork = parent.seq:fork(), true
@@ -277,7 +304,7 @@ end
 -- goes on where this one stopped.
 local function settle(self, r, now)
   if r.state ~= "running" then return end -- another request's on_token cancelled it
-  if r.is_computed then advance(r, now) end
+  if r.is_computed then advance(self, r, now) end
   self.scheduler:share(r)
   local reason
   repeat
@@ -417,6 +444,7 @@ function Server:stats()
   out.stall_share = out.stall_us / (out.stall_us + out.busy_us)
   out.hit_rate = (out.blocks_shared + out.blocks_loaded) / out.blocks_asked
   out.store = self.executor.stats and self.executor:stats() or nil
+  out.drafts = draft.summary(self.drafts)
   return out
 end
 

@@ -1,5 +1,6 @@
 --- The options of a server: their defaults, and the errors for wrong ones.
 local cost_model = require "kvlab.serve.cost_model"
+local draft = require "kvlab.serve.draft"
 local named = require "kvlab.named"
 local options = require "kvlab.options"
 local sources = require "kvlab.sources"
@@ -18,7 +19,8 @@ local LIMIT = options.within(1, 2 ^ 24) -- of requests and tokens of a step
 M.KNOWN = {
   engine = options.like("a model's engine", "cache", "attention", "chunk"),
   store = options.like("a store", "url", "handle"), cost = options.table,
-  hooks = options.table, blocks = options.count, block_size = options.count,
+  hooks = options.table, draft = draft.KIND, blocks = options.count,
+  block_size = options.count,
   max_seqs = LIMIT, max_tokens = LIMIT, keep = options.boolean,
   store_blocks = { "a number of blocks", function(x)
     return options.number[2](x) and x >= 0
@@ -57,7 +59,13 @@ local function check_together(o)
       if not o[name] then wrong(name, o[name], M.KNOWN[name][1]) end
     end
     if o.store then wrong("store", o.store, "store_blocks, as there is no memory") end
+    if o.draft then wrong("draft", o.draft, "none, as there is no model") end
   else
+    local tokens = o.draft and o.draft.policy and o.draft.tokens
+    if type(tokens) == "number" and tokens >= o.max_tokens then
+      wrong("draft.tokens", tokens, ("at most %d: a step has room for %d tokens "
+        .. "(max_tokens)"):format(o.max_tokens - 1, o.max_tokens))
+    end
     for _, name in ipairs { "blocks", "block_size", "store_blocks" } do
       if o[name] then wrong(name, o[name], "none, as the engine has a cache") end
     end

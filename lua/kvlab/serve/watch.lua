@@ -4,7 +4,8 @@
 --
 -- request.reads then says of the newest step: blocks, how many the sequence has, and [1],
 -- [2], …: the share of all KV heads of all layers that read each block. It is nil where a
--- policy lists tokens, not blocks.
+-- policy lists tokens, not blocks. With drafts, it is what the step that verified them
+-- read for the newest token of the text before it.
 local M = {}
 
 ---@class kvlab.serve.Watch
@@ -24,7 +25,7 @@ function M.over(list, inner)
   return inner
 end
 
---- Adds what one layer read of a sequence.
+--- Adds what one layer read of row i of a step.
 local function add(reads, selection, i, heads, weight)
   if not selection then
     for j = 1, reads.blocks do reads[j] = reads[j] + heads * weight end
@@ -47,13 +48,14 @@ function Watch:observe(attention, ctx, selection, counts, tokens, out)
   if ctx.is_prefill then return end
   local shape = attention.shape
   for i, r in ipairs(self.list) do
+    local row = ctx.is_rows and ctx.batch.first[i] or i -- of its newest token
     if r.watches and ctx.layer == 0 then
-      r.reads = { blocks = math.ceil(ctx.sequences[i]:length() / shape.block_size) }
+      r.reads = { blocks = math.ceil(ctx.sequences[row]:length() / shape.block_size) }
       for j = 1, r.reads.blocks do r.reads[j] = 0 end
     end
     if tokens then r.reads = nil end
     if r.watches and r.reads then
-      add(r.reads, selection, i, shape.kv_heads, 1 / (shape.layers * shape.kv_heads))
+      add(r.reads, selection, row, shape.kv_heads, 1 / (shape.layers * shape.kv_heads))
     end
   end
 end

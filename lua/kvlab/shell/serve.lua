@@ -11,10 +11,10 @@ local DTYPES = { f32 = true, f16 = true, bf16 = true }
 
 --- The settings of --set, by what they are for.
 local function parted(set)
-  local of = { engine = { chunk = CHUNK }, limits = {}, policy = {} }
+  local of = { engine = { chunk = CHUNK }, limits = {}, draft = {}, policy = {} }
   for key, value in pairs(set) do
     local group, name = key:match "^(%l+)%.([%w_]+)$"
-    if group == "engine" or group == "limits" then of[group][name] = value
+    if group and group ~= "policy" and of[group] then of[group][name] = value
     else of.policy[key] = value end
   end
   return of
@@ -61,7 +61,7 @@ function M.prepare(name, o)
   if next(of.policy) and not o.policy then
     return nil, (
       "--set %s is for a policy, and --policy names none; settings of the server "
-      .. "are engine.NAME and limits.NAME"):format(tostring(next(of.policy)))
+      .. "are engine.NAME, limits.NAME and draft.NAME"):format(tostring(next(of.policy)))
   end
   if o.dtype and not DTYPES[o.dtype] then
     return nil, ('--dtype is f32, f16 or bf16; given "%s"'):format(o.dtype)
@@ -74,7 +74,7 @@ function M.prepare(name, o)
     local s = server.http_server {
       model = model, name = o.name, address = o.host, port = o.port or 8000, key = key,
       policy = o.policy, policy_options = o.policy and of.policy or nil,
-        limits = of.limits,
+      limits = of.limits, draft = next(of.draft) and of.draft or nil,
       log = not o.quiet and function(line) io.stderr:write(line, "\n") end or nil,
     }
     say("%s on %s, policy %s, answers at %s/v1; a page to chat is at %s; Ctrl-C ends it",

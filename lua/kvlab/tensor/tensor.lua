@@ -171,7 +171,7 @@ local function expect_held(what, name, x, dtype)
   local limit = limits[dtype]
   if not limit or x >= limit[1] and x < limit[2] and x % 1 == 0 then return end
   options.fail(("%s: %s is %.17g, expected a whole number that %s holds"):format(what,
-    name, x, dtype))
+    name, tonumber(x), dtype))
 end
 
 local function expect_range(n, start, step, dtype)

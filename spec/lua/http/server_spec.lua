@@ -248,6 +248,30 @@ describe("chats", function()
     assert.equal(own.finish_reason, events[#events].choices[1].finish_reason)
   end)
 
+  it("are the same with drafts, those of the server and those that requests name",
+    function()
+    local server = open { draft = { policy = "quest", ratio = 0.2, tokens = 3 } }
+    local own = open {}
+    local DRAFTS = { "none named", false, { ngram = 2 },
+                       { policy = "block_mean", reuse = true }, { policy = "streaming",
+      policy_options = { blocks = 2 }, tokens = "auto" } }
+    for _, temperature in ipairs { 0, 0.8 } do
+      for _, draft in ipairs(DRAFTS) do
+        local o = { prompt = PROMPT, max_tokens = 20, temperature = temperature, seed = 4,
+                    ignore_eos = true }
+        local want = complete(own, o).choices[1].text
+        if draft ~= "none named" then o.draft = draft end
+        assert.equal(want, complete(server, o).choices[1].text)
+      end
+    end
+    local text = client.ask(server, "GET", "/metrics").body
+    for _, name in ipairs { "drafted", "accepted" } do
+      assert.is_true(tonumber(text:match("\nkvlab_" .. name
+        .. '_tokens_total{place="1"} (%d+)')) > 0)
+    end
+    assert.is_true(tonumber(text:match "\nkvlab_check_seconds_total (%S+)") > 0)
+  end)
+
   it("say which blocks each step read to those who watch", function()
     local server = open { policy = "streaming",
       policy_options = { blocks = 3, sink = 1, min_blocks = 1 } }
@@ -436,6 +460,19 @@ describe("a wrong request", function()
       "invalid_policy", "policy_options" },
     { COMPLETE, '{"prompt": "a", "policy": "quest", "policy_options": [1]}', nil,
       "policy_options" },
+    { COMPLETE, '{"prompt": "a", "draft": true}', nil, "draft" },
+    { COMPLETE, '{"prompt": "a", "draft": {"tokens": 0}}', nil, "draft.tokens" },
+    { COMPLETE, '{"prompt": "a", "draft": {"policy": "quets"}}', "unknown_policy",
+      "draft.policy" },
+    { COMPLETE, '{"prompt": "a", "draft": {"policy": "xattention"}}', "invalid_policy",
+      "draft.policy" },
+    { COMPLETE, '{"prompt": "a", "draft": {"policy": "quest", "ngram": 2}}', nil,
+      "draft" },
+    { COMPLETE, '{"prompt": "a", "draft": {"ngram": 2, "reuse": false}}', nil, "draft" },
+    { COMPLETE, '{"prompt": "a", "draft": {"policy": "magicpig", "reuse": true}}',
+      "invalid_policy", "draft.policy" },
+    { COMPLETE, '{"prompt": "a", "draft": {"policy": "quest", "tokens": 120}}', nil,
+      "draft.tokens" },
     { CHAT, "{}", nil, "messages" }, { CHAT, '{"messages": []}', nil, "messages" },
     { CHAT, '{"messages": [{"role": "user"}]}', nil, "messages[0].content" },
     { CHAT, '{"messages": [{"content": "a"}]}', nil, "messages[0].role" },

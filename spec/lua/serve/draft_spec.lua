@@ -250,18 +250,344 @@ describe("an answer with drafts", function()
     end
   end)
 
-  it("is for the likeliest tokens alone", function()
+  it("draws the tokens that it draws without them, and keeps their chances", function()
+    local function run(d)
+      return generate(engine(), PROMPTS, { max_tokens = 30, draft = d, temperature = 0.6,
+        top_k = 20, repetition_penalty = 1.1, seed = 5, logprobs = 2 })
+    end
+    local plain, accepted = run(), 0
+    local got = run { ngram = 1, tokens = 3 }
+    assert.same(ids_of(plain), ids_of(got))
+    for i, answer in ipairs(got) do
+      accepted = accepted + answer.draft.accepted
+      assert.equal(30, #answer.logprobs)
+      for t, one in ipairs(answer.logprobs) do
+        assert.equal(answer.ids[t], one.id)
+        assert.is_true(math.abs(one.logprob - plain[i].logprobs[t].logprob) < 1e-4)
+      end
+    end
+    assert.is_true(accepted > 5, accepted)
+  end)
+
+  it("refuses what makes no draft", function()
     local e = engine()
     local function refuses(o, ...)
       o.max_tokens, o.draft = 4, o.draft or {}
       support.refuses(function() kv.generate(e, PROMPTS[1], o) end, ...)
     end
-    refuses({ temperature = 0.5 }, "prompt 1 has a draft and temperature")
-    refuses({ logprobs = 1 }, "prompt 1 has a draft and logprobs")
     refuses({ draft = { ngram = 0 } }, "ngram is 0, expected a whole number from 1 to 64")
-    refuses({ draft = { tokens = 128 } }, "tokens is 128", "from 1 to 127")
+    refuses({ draft = { tokens = 128 } }, "tokens is 128", "from 1 to 127", "auto")
     refuses({ draft = { words = 2 } }, '"words" is no option')
+    refuses({ draft = { policy = "quest", tokens = 0 } }, "tokens is 0, expected")
+    refuses({ draft = { policy = "quest", words = 0 } }, "policy quest", '"words" is no')
+    refuses({ draft = { policy = "quets" } }, "quets", "quest")
+    refuses({ draft = { policy = "xattention" } },
+      "policy xattention does not select in decode")
+    refuses({ draft = { policy = "quest", ngram = 2 } }, "both ngram and policy")
+    refuses({ draft = { policy = "quest", draft = {} } }, "none inside of a draft")
+    refuses({ draft = { policy = kv.policy "quest", ratio = 0.1 } },
+      '"ratio" is no option')
+    refuses({ draft = { policy = "quest", tokens = 48 } },
+      "draft.tokens is 48, expected at most 47")
     assert.is_nil(kv.generate(e, PROMPTS[1], { max_tokens = 2, draft = false }).draft)
     e.cache:close()
+  end)
+end)
+
+describe("an answer with drafts by a policy", function()
+  local attentive = require("spec.models.tiny").attentive(cpu)
+  local PROMPTS = {} -- luacheck: ignore 431
+  for i = 1, 5 do
+    PROMPTS[i] = {}
+    for t = 1, 18 + 5 * i do PROMPTS[i][t] = (7 * t * t + 31 * t * i + i) % 97 end
+  end
+
+  local function open(o)
+    local all = { blocks = 120, block_size = 4, chunk = 48, max_seqs = 6,
+                  max_blocks = 40 }
+    for key, value in pairs(o or {}) do all[key] = value end
+    return attentive:engine(all)
+  end
+
+  local TIERS = {
+    resident = {}, graph = { graph = true },
+    ring = { offload = { slots = 2, slot_blocks = 2 } },
+    ["hot cache"] = { offload = { hot_slots = 400 } },
+    graph_hot = { graph = true, offload = { hot_slots = 400 } },
+  }
+  local QUEST = { policy = "quest", ratio = 0.1, min_blocks = 0, tokens = 4 }
+  local want
+  lazy_setup(function() want = generate(open(), PROMPTS, { max_tokens = 40 }) end)
+
+  local function with(o)
+    local all = {}
+    for key, value in pairs(QUEST) do all[key] = value end
+    for key, value in pairs(o) do all[key] = value end
+    return all
+  end
+
+  for tier, o in pairs(TIERS) do
+    it("has the tokens of one without, through " .. tier, function()
+      local accepted, proposed = 0, 0
+      for _, d in ipairs { QUEST, with { tokens = "auto" }, with { tokens = 1 },
+                           with { reuse = true, tokens = 5 },
+                           { policy = kv.policy("h2o", { ratio = 0.2 }) },
+                           { policy = "streaming", blocks = 1, tokens = 3 } } do
+        local got = generate(open(o), PROMPTS, { max_tokens = 40, draft = d })
+        assert.same(ids_of(want), ids_of(got))
+        for _, answer in ipairs(got) do
+          local its, sum = answer.draft, 0
+          for at, n in ipairs(its.accepted_at) do
+            assert.is_true(n <= its.proposed_at[at])
+            sum = sum + n
+          end
+          assert.equal(its.accepted, sum)
+          assert.is_true(40 <= 1 + its.steps + its.accepted)
+          accepted, proposed = accepted + its.accepted, proposed + its.proposed
+        end
+      end
+      assert.is_true(accepted > 200, "some drafts are right")
+      assert.is_true(accepted < proposed, "and some are wrong")
+    end)
+  end
+
+  it("has them by every policy, and when every policy decodes #policy", function()
+    for _, name in ipairs(tried.names "decode") do
+      local got = generate(open(), PROMPTS,
+        { max_tokens = 24, draft = { policy = name } })
+      for i, answer in ipairs(got) do
+        assert.same({ unpack(want[i].ids, 1, 24) }, answer.ids, name)
+      end
+      got = generate(open { policy = kv.policy(name) }, PROMPTS,
+        { max_tokens = 24, draft = QUEST })
+      for _, answer in ipairs(got) do assert.equal(24, #answer.ids, name) end
+    end
+    for _, name in ipairs { "quest", "block_mean", "oracle", "streaming", "union" } do
+      local function run(d)
+        local e = open { policy = kv.policy(name, { ratio = 0.4, recent = 2 }) }
+        return ids_of(generate(e, PROMPTS, { max_tokens = 40, draft = d }))
+      end
+      assert.same(run(), run { policy = "streaming", ratio = 0.1 }, name)
+    end
+  end)
+
+  it("changes nothing for the other requests of its batch", function()
+    local function prompts(by_policy, by_text)
+      return { { prompt = PROMPTS[1], draft = by_policy }, PROMPTS[2],
+               { prompt = PROMPTS[3], draft = by_text },
+               { prompt = PROMPTS[4], temperature = 0.9, seed = 4 },
+               { prompt = PROMPTS[5], draft = by_policy, logprobs = 2 } }
+    end
+    for _, o in ipairs { {}, { graph = true } } do
+      local plain = generate(open(o), prompts(), { max_tokens = 30 })
+      local got = generate(open(o), prompts(QUEST, { ngram = 1 }), { max_tokens = 30 })
+      assert.same(ids_of(plain), ids_of(got))
+      assert.is_nil(got[2].draft)
+      assert.equal(30, #got[5].logprobs)
+      for i, one in ipairs(got[5].logprobs) do
+        assert.equal(plain[5].logprobs[i].id, one.id)
+        assert.is_true(math.abs(plain[5].logprobs[i].logprob - one.logprob) < 1e-4)
+      end
+    end
+  end)
+
+  it("draws the tokens that it draws without them", function()
+    local SAMPLINGS = {
+      { temperature = 0.5 }, { temperature = 1, top_p = 0.9 },
+      { temperature = 1.5, top_k = 9, min_p = 0.01 },
+      { temperature = 0.8, repetition_penalty = 1.3, logprobs = 1 },
+    }
+    for _, sampling in ipairs(SAMPLINGS) do
+      for _, o in ipairs { {}, { graph = true } } do
+        local function run(d)
+          local all = { max_tokens = 30, draft = d, seed = 11 }
+          for key, value in pairs(sampling) do all[key] = value end
+          return generate(open(o), PROMPTS, all)
+        end
+        local plain, got, accepted = run(), run(with { ratio = 0.5 }), 0
+        assert.same(ids_of(plain), ids_of(got))
+        for _, answer in ipairs(got) do accepted = accepted + answer.draft.accepted end
+        assert.is_true(accepted > 20, accepted)
+      end
+    end
+  end)
+
+  it("draws by the model's chances, whatever the draft's are", function()
+    local e, seeds, prompt = open { max_seqs = 16, chunk = 128 }, 3000, PROMPTS[3]
+    local prompts, firsts, vocab = {}, {}, 97
+    for seed = 1, seeds do prompts[seed] = { prompt = prompt, seed = seed } end
+    local sampling = { temperature = 12, top_k = 30, max_tokens = 3,
+                       draft = { policy = "streaming", blocks = 1, tokens = 1 } }
+    local accepted = 0
+    for _, answer in ipairs(kv.generate(e, prompts, sampling)) do
+      local first = answer.ids[1]
+      firsts[first] = firsts[first] or { count = 0 }
+      firsts[first].count = firsts[first].count + 1
+      firsts[first][answer.ids[2]] = (firsts[first][answer.ids[2]] or 0) + 1
+      accepted = accepted + answer.draft.accepted
+    end
+    local most
+    for first, one in pairs(firsts) do
+      if not most or one.count > firsts[most].count then most = first end
+    end
+    local seq = e:sequence()
+    e:prefill(seq, prompt)
+    local chances = require("kvlab.serve.sampler").chances(e:decode({ seq }, { most }),
+      { { choice = require("kvlab.serve.sampler").take(
+        { temperature = 12, top_k = 30 }), num_tokens = 0,
+        output_length = function() return 0 end } }):list()
+    local seen, square, classes, rest, rest_seen = firsts[most], 0, 0, 0, 0
+    for id = 0, vocab - 1 do
+      local expected = chances[id + 1] * seen.count
+      if chances[id + 1] == 0 then assert.is_nil(seen[id]) end
+      if expected >= 5 then
+        square = square + ((seen[id] or 0) - expected) ^ 2 / expected
+        classes = classes + 1
+      else
+        rest, rest_seen = rest + expected, rest_seen + (seen[id] or 0)
+      end
+    end
+    if rest >= 5 then
+      square, classes = square + (rest_seen - rest) ^ 2 / rest, classes + 1
+    end
+    local freedom = classes - 1
+    assert.is_true(freedom >= 3 and accepted > 0 and accepted < seeds, freedom)
+    -- Wilson and Hilferty: chi-square's 0.9999 point
+    local limit = freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ^ 0.5) ^ 3
+    assert.is_true(square < limit, ("%g of %g"):format(square, limit))
+    e.cache:close()
+  end)
+
+  it("ends with its stop token, and has exactly max_tokens tokens", function()
+    for at = 2, 30, 5 do
+      local function run(d)
+        return generate(open(), { PROMPTS[2] }, { max_tokens = 40, draft = d,
+          stop_tokens = { want[2].ids[at] } })[1]
+      end
+      local plain, got = run(), run(QUEST)
+      assert.same(plain.ids, got.ids)
+      assert.equal("stop", got.finish_reason)
+    end
+    for n = 1, 9 do
+      local got = generate(open(), PROMPTS, { max_tokens = n, draft = QUEST })
+      for i, answer in ipairs(got) do
+        assert.same({ unpack(want[i].ids, 1, n) }, answer.ids)
+      end
+    end
+  end)
+
+  it("leaves no block behind, and shares what it computed", function()
+    local e = open()
+    local server = kv.serve { engine = e }
+    local before = e.cache:blocks_free()
+    for _ = 1, 2 do
+      local got = kv.generate(server, PROMPTS, { max_tokens = 40, draft = QUEST })
+      assert.same(ids_of(want), ids_of(got))
+    end
+    assert.is_true(server:stats().blocks_shared > 0)
+    server:close()
+    assert.equal(before, e.cache:blocks_free())
+    e.cache:close()
+  end)
+
+  it("says what each of its requests read, if it is watched", function()
+    local e = open { policy = kv.policy("streaming", { blocks = 3, sink = 1, recent = 2,
+                                                       min_blocks = 0 }) }
+    local server, requests = kv.serve { engine = e }, {}
+    for i = 1, 3 do
+      requests[i] = server:submit { tokens = PROMPTS[i], max_tokens = 20, watch = true,
+        draft = i ~= 2 and QUEST or nil }
+    end
+    while requests[1].state ~= "finished" do
+      server:step()
+      for _, r in ipairs(requests) do
+        local reads = r.reads
+        if r.state == "running" and reads then -- a sink, and the newest two of its own
+          assert.equal(1, reads[1])
+          assert.equal(1, reads[reads.blocks])
+          assert.equal(1, reads[reads.blocks - 1])
+          assert.equal(0, reads[reads.blocks - 2])
+        end
+      end
+    end
+    server:close()
+    e.cache:close()
+  end)
+
+  it("has them with blocks of a store", function()
+    local store = kv.store("memory:", { model = "attentive", block_size = 4 })
+    for _ = 1, 2 do
+      local e = open()
+      local server = kv.serve { engine = e, store = store, draft = QUEST }
+      assert.same(ids_of(want), ids_of(kv.generate(server, PROMPTS, { max_tokens = 40 })))
+      local stats = server:stats()
+      assert.is_true(stats.drafts.accepted > 0)
+      server:close()
+      e.cache:close()
+    end
+    store:close()
+  end)
+
+  it("can be forked and cancelled in the middle of a draft", function()
+    for at = 3, 12 do
+      local e = open()
+      local server, fork, count, r = kv.serve { engine = e }, nil, 0, nil
+      r = server:submit { tokens = PROMPTS[2], max_tokens = 30, draft = QUEST,
+        on_token = function()
+          count = count + 1
+          if count == at then
+            fork = server:fork(r, { max_tokens = 30 - at, draft = at % 2 == 0 and QUEST })
+          elseif count == at + 9 then
+            server:cancel(r)
+          end
+        end }
+      server:run()
+      assert.same({ unpack(want[2].ids, 1, at + 9) }, r:output())
+      assert.same({ unpack(want[2].ids, at + 1, 30) }, fork:output())
+      server:close()
+      e.cache:close()
+    end
+  end)
+
+  it("makes way for a request that needs its blocks", function()
+    for _, d in ipairs { QUEST, { policy = "snapkv", ratio = 0.2 } } do
+      local e = open { blocks = 34, max_blocks = 30 }
+      local server = kv.serve { engine = e }
+      local got = kv.generate(server, PROMPTS, { max_tokens = 40, draft = d })
+      assert.same(ids_of(want), ids_of(got))
+      assert.is_true(server:stats().preemptions > 0)
+      server:close()
+      e.cache:close()
+    end
+  end)
+
+  it("goes on after steps that failed", function()
+    for _, tier in ipairs { "resident", "hot cache", "graph" } do
+      local e = open(TIERS[tier])
+      local server, requests, calls = kv.serve { engine = e }, {}, 0
+      for i, prompt in ipairs(PROMPTS) do
+        requests[i] = server:submit { tokens = prompt, max_tokens = 40,
+          draft = { policy = "h2o", ratio = 0.2 } }
+      end
+      local fails = { draft = 3, verify = 4, take_back = 5 }
+      for name, nth in pairs(fails) do
+        local call = e[name]
+        e[name] = function(...)
+          calls = calls + 1
+          local result = call(...)
+          if calls % nth == 0 then error("it fails", 0) end
+          return result
+        end
+      end
+      local raised = 0
+      while not pcall(server.run, server) do
+        raised = raised + 1
+        assert.is_true(raised < 400)
+      end
+      assert.is_true(raised > 3)
+      for i, r in ipairs(requests) do assert.same(want[i].ids, r:output()) end
+      server:close()
+      e.cache:close()
+    end
   end)
 end)

@@ -58,6 +58,33 @@ describe("kv.model", function()
     assert.same(full, answer {})
   end)
 
+  it("answers the same with drafts by a policy, and chats with them", function()
+    local m = open()
+    local DRAFT = { policy = "quest", ratio = 0.2, tokens = 3 }
+    for _, o in ipairs { {}, { temperature = 0.8, seed = 3 }, { policy = "streaming",
+                         blocks = 2 }, { stop = { "e", "o" } } } do
+      local function run(draft)
+        local all = { max_tokens = 20, draft = draft }
+        for name, value in pairs(o) do all[name] = value end
+        return m:generate("Hello, you there!", all)
+      end
+      local plain, got = run(), run(DRAFT)
+      assert.equal(plain.text, got.text)
+      assert.same(plain.ids, got.ids)
+      assert.equal(plain.stop, got.stop)
+      assert.is_true(#got.ids < 2 or got.draft.steps > 0)
+    end
+    local function chat(draft)
+      local texts, reads = {}, 0
+      m:chat { max_tokens = 6, draft = draft, read = function()
+        reads = reads + 1
+        return reads < 3 and "Hello" or nil
+      end, on_text = function(text) texts[#texts + 1] = text end }
+      return table.concat(texts)
+    end
+    assert.equal(chat(), chat(DRAFT))
+  end)
+
   it("has no text for ids that the tokenizer does not have", function()
     local m = open() -- of 128 tokens
     m.tokenizer = text_models.tokenizer(97)

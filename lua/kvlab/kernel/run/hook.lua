@@ -330,26 +330,28 @@ local function owner_of_both(own, of_prefill)
 end
 
 --- The hooks of the policies that emit in a prefill: of the one that selects in it, and
--- of the other if it watches the prompt. nil: there are none.
+-- of the others if they watch the prompt. nil: there are none.
 ---@param prefill_policy table
 ---@param decode_policy table
+---@param draft_policy table|nil
 ---@return kvlab.Hook[]|nil
----@return table|nil watcher  the decode policy, if it watches the prompt of another one
-function M.emitters(prefill_policy, decode_policy)
-  local first, second, list = prefill_policy.hook, decode_policy.hook, {}
-  local watcher
+---@return table[] watchers  those of the others that watch the prompt
+function M.emitters(prefill_policy, decode_policy, draft_policy)
+  local first, list, watchers = prefill_policy.hook, {}, {}
   if first and first.prompt then list[1] = first end
-  if second and second ~= first and next(second.emits) and decode_policy.watches_prompt
-  then
-    local changes = {}
-    if first and first.changes then
-      changes = renamed(first.expressions)
-      second.prompt_owner = owner_of_both(decode_policy, prefill_policy)
+  for _, policy in ipairs { decode_policy, draft_policy } do
+    local own = policy.hook
+    if own and own ~= first and next(own.emits) and policy.watches_prompt then
+      local changes = {}
+      if first and first.changes then
+        changes = renamed(first.expressions)
+        own.prompt_owner = owner_of_both(policy, prefill_policy)
+      end
+      open_prompt(own, changes)
+      list[#list + 1], watchers[#watchers + 1] = own, policy
     end
-    open_prompt(second, changes)
-    list[#list + 1], watcher = second, decode_policy
   end
-  return list[1] and list or nil, watcher
+  return list[1] and list or nil, watchers
 end
 
 --- Makes the hook of a policy that was attached to a shape, if its definition says

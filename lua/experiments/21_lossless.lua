@@ -1,0 +1,334 @@
+--- How much faster is an answer that a sparse policy drafts and full attention verifies?
+--
+-- A policy drafts `tokens` tokens on the sequence itself, one step of full attention
+-- computes all of them again, and those that full attention would not have said are taken
+-- back (docs/generation.md). So the answer is that of full attention, and what remains to
+-- be asked is how many tokens of a draft are right, and what a draft and a check cost.
+--
+--   accepted_share  tokens that were right, of those up to the first wrong one of a draft
+--   first_share     first tokens of drafts that were right
+--   tokens_step     tokens of an answer for each check; 1 without drafts
+--   speedup         tokens per second, of those of full attention
+--   closed_form     the speedup that the parts alone would give: with a, the
+--                   accepted_share, and k tokens, a check yields (1 - a^(k + 1)) /
+--                   (1 - a) tokens, and takes k drafted tokens and itself
+--   of_closed       speedup over closed_form
+--   draft_ms, check_ms, plain_ms  of a drafted token, a check, a step without drafts
+--   same_share      answers that have the very tokens of full attention
+--
+-- model: recall, the small trained model of this project; what ./kvlab get fetched, such
+-- as smollm2; or a shape with random weights, 8b or small. Random weights say nothing
+-- about what is right, so accept is set by hand then: a drafted token is right with this
+-- probability. A policy "quest, reused" makes one selection for all tokens of a draft.
+--
+--   ./kvlab run lua/experiments/21_lossless.lua                    the recall model
+--   ./kvlab run lua/experiments/21_lossless.lua --set model=smollm2
+--   ./kvlab run lua/experiments/21_lossless.lua --device=cuda --set model=8b
+--       --set prompts=1x128K,16x32K [--set accept=0.9] [--set cache=f8e4m3]
+local kv = require "kvlab"
+local llama = require "models.llama"
+local opener = require "models.open"
+local recall = require "models.recall.prompts"
+local shapes = require "models.shapes"
+
+local is_cuda = kv.cuda_available()
+
+-- ---- what full attention takes, and drafts --------------------------------------------
+
+--- The options of a row's draft.
+local function draft_of(config)
+  local name = config.policy:match "^(.*), reused$"
+  return { policy = name or config.policy, ratio = config.ratio, sink = 1, recent = 2,
+           min_blocks = 0, tokens = config.draft, reuse = name ~= nil }
+end
+
+--- Adds what follows from the parts of a row.
+local function with_closed_form(m, share, k)
+  local tokens = share < 1 and (1 - share ^ (k + 1)) / (1 - share) or k + 1
+  m.closed_form = tokens * m.plain_ms / (k * m.draft_ms + m.check_ms)
+  m.of_closed = m.speedup / m.closed_form
+  return m
+end
+
+-- ---- answers of a model that was trained ----------------------------------------------
+
+local NAMES = { "Aro", "Bela", "Cadi", "Doru", "Elin", "Fara", "Goro", "Hale", "Iska",
+                "Joru", "Kemi", "Lona", "Miro", "Nera", "Oslo", "Pira" }
+
+--- A list of made-up facts of about so many tokens, and a beginning that goes on.
+local function text_prompt(tokenizer, context, seed)
+  local lines, ids = {}, {}
+  local draws = kv.rand("cpu", "f32", { context, 3 }, { seed = seed }):list()
+  while #ids < context do
+    for _ = 1, 8 do
+      local i = #lines
+      local first = math.floor(draws[3 * i + 1] * #NAMES * 0.999)
+      local second = math.floor(draws[3 * i + 2] * #NAMES * 0.999)
+      lines[i + 1] = ("The river %s%s is %d km long."):format(NAMES[first + 1],
+        NAMES[second + 1]:lower(), 100 + math.floor(draws[3 * i + 3] * 6000))
+    end
+    ids = tokenizer:encode(table.concat(lines, "\n")
+      .. "\n\nIn short, the list says that")
+  end
+  return ids
+end
+
+--- The prompts of a row: ids.
+local function prompts_of(loaded, config)
+  local list = {}
+  for i = 1, config.answers do
+    local seed = 1000 * config.seed + i
+    if loaded.tokenizer then
+      list[i] = text_prompt(loaded.tokenizer, config.context, seed)
+    else
+      local prompt = recall.draw(config.context, config.needles, 1, seed)
+      list[i] = { unpack(prompt.tokens) }
+      for _, id in ipairs(prompt.queries[1].ask) do table.insert(list[i], id) end
+    end
+  end
+  return list
+end
+
+local function load(keys)
+  if keys.model ~= "recall" then return opener.for_experiment(keys) end
+  return { model = llama.load(kv.paths.root .. "/lua/models/recall",
+    { dtype = keys.dtype }) }
+end
+
+--- Answers every prompt; the microseconds of decoding, and what the drafts did.
+local function answer(engine, prompts, config, draft)
+  local out = { ids = {}, us = 0, tokens = 0 }
+  local server = kv.serve { engine = engine, max_seqs = 1 }
+  for i, prompt in ipairs(prompts) do
+    local r = assert(server:submit { tokens = prompt, max_tokens = config.tokens,
+                                     draft = draft })
+    server:run()
+    out.us, out.tokens = out.us + r.finish_us - r.first_token_us,
+      out.tokens + r:output_length() - 1
+    out.ids[i] = table.concat(r:output(), " ")
+  end
+  out.drafts = server:stats().drafts
+  server:close()
+  return out
+end
+
+local function run_answers(config)
+  local loaded = kv.experiment.memo({ model = config.model, dtype = config.dtype,
+    seed = config.seed }, load)
+  local prompts, longest = prompts_of(loaded, config), 0
+  for _, ids in ipairs(prompts) do longest = math.max(longest, #ids) end
+  local blocks = math.ceil((longest + config.tokens + 32) / config.block_size)
+  local engine = loaded.model:engine { graph = true, max_seqs = 1, blocks = 2 * blocks,
+    max_blocks = blocks, block_size = config.block_size, format = config.cache }
+  local draft, plain, drafted = draft_of(config), nil, nil
+  for _ = 1, config.runs do -- the faster one of runs that take turns
+    local a, b = answer(engine, prompts, config, false),
+      answer(engine, prompts, config, draft)
+    plain = plain and plain.us < a.us and plain or a
+    drafted = drafted and drafted.us < b.us and drafted or b
+  end
+  engine.cache:close()
+  local d, same = drafted.drafts, 0
+  for i, ids in ipairs(plain.ids) do
+    same = same + (ids == drafted.ids[i] and 1 or 0)
+  end
+  local checks = math.max(1, d.steps)
+  local share = d.accepted / math.max(1, d.accepted + d.cut)
+  return with_closed_form({ accepted_share = share,
+    first_share = (d.accepted_at[1] or 0) / math.max(1, d.proposed_at[1] or 0),
+    tokens_step = drafted.tokens / checks, same_share = same / #plain.ids,
+    tokens_s = 1e6 * drafted.tokens / drafted.us,
+    plain_tokens_s = 1e6 * plain.tokens / plain.us,
+    speedup = plain.us / plain.tokens / (drafted.us / drafted.tokens),
+    draft_ms = 1e-3 * d.draft_us / math.max(1, d.proposed),
+    check_ms = 1e-3 * (d.check_us + d.choose_us) / checks,
+    plain_ms = 1e-3 * plain.us / plain.tokens }, share, config.draft)
+end
+
+-- ---- a shape with random weights ------------------------------------------------------
+
+local WARM = 4 -- steps before the clock starts: one makes buffers, one records the graph
+
+--- An engine whose sequences have read their prompts.
+local function open_shape(keys)
+  local model = kv.experiment.memo({ model = keys.model, dtype = keys.dtype,
+    seed = keys.seed }, shapes.open)
+  local count, context = shapes.prompts(keys.prompts)
+  local room = context + 2 * (WARM + keys.steps) * (keys.most + 1)
+  local blocks = math.ceil(room / keys.block_size)
+  local self = { model = model, context = context, seqs = {},
+    engine = model:engine { graph = true, max_seqs = count, block_size = keys.block_size,
+      chunk = math.min(context, 4096), blocks = count * blocks, max_blocks = blocks,
+      format = keys.cache } }
+  for i = 1, count do
+    local tokens, seq = {}, self.engine:sequence()
+    for t = 1, context do tokens[t] = (t * 7919 + i * 104729) % model.config.vocab end
+    self.engine:prefill(seq, tokens)
+    self.seqs[i] = seq
+  end
+  return self
+end
+
+local function begin(self, attention)
+  for _, seq in ipairs(self.seqs) do seq:truncate(self.context) end
+  if attention then
+    attention:adopt(self.seqs)
+    self.engine:use_attention(attention)
+  else
+    self.engine:use_policy(kv.policy "full", self.seqs)
+  end
+end
+
+local function now_s() return tonumber(kv.C.kvl_clock_ns()) * 1e-9 end
+
+--- Milliseconds of a step of full attention.
+local function time_plain(self, steps)
+  begin(self)
+  local ids = kv.full(self.model.device, "i32", { #self.seqs }, 1)
+  local start
+  for step = 1, WARM + steps do
+    if step == WARM + 1 then
+      self.model.device:sync()
+      start = now_s()
+    end
+    ids = self.engine:decode(self.seqs, ids):argmax()
+  end
+  self.model.device:sync()
+  return 1e3 * (now_s() - start) / steps
+end
+
+--- Rounds of a draft and a check. accepted(): how many tokens of a draft are right.
+-- Returns the milliseconds of drafts, of checks and of all, and the tokens that were
+-- kept.
+local function time_rounds(self, k, steps, accepted)
+  local engine, device, count = self.engine, self.model.device, #self.seqs
+  local newest, counts, drafted, tokens, taken = {}, {}, {}, {}, {}
+  for i = 1, count do
+    newest[i], counts[i], drafted[i] = 1, k + 1, k
+    for _ = 0, k do tokens[#tokens + 1] = 1 end
+  end
+  local marks, ms = {}, { draft = 0, check = 0, all = 0, tokens = 0 }
+  for i = 1, 3 do marks[i] = device:open_event() end
+  local start
+  for round = 1, WARM + steps do
+    if round == WARM + 1 then
+      device:sync()
+      start = now_s()
+    end
+    marks[1]:record(device:stream())
+    engine:draft(self.seqs, drafted, newest)
+    marks[2]:record(device:stream())
+    local says = engine:verify(self.seqs, counts, tokens, nil, drafted):argmax()
+    marks[3]:record(device:stream())
+    says = says:list()
+    for i = 1, count do
+      local n = accepted()
+      newest[i], taken[i] = says[(i - 1) * (k + 1) + n + 1], k - n
+      tokens[(i - 1) * (k + 1) + 1] = newest[i]
+      if start then ms.tokens = ms.tokens + n + 1 end
+    end
+    engine:take_back(taken)
+    if start then
+      ms.draft = ms.draft + 1e-3 * marks[1]:elapsed_us(marks[2])
+      ms.check = ms.check + 1e-3 * marks[2]:elapsed_us(marks[3])
+    end
+  end
+  device:sync()
+  ms.all = 1e3 * (now_s() - start)
+  for i = 1, 3 do marks[i]:close() end
+  return ms
+end
+
+local KEYS = { "model", "dtype", "cache", "prompts", "block_size", "steps", "seed" }
+
+local function run_shape(config)
+  local keys, k = { most = config.most }, config.draft
+  for _, name in ipairs(KEYS) do keys[name] = config[name] end
+  local sitting = kv.experiment.memo(keys, open_shape)
+  sitting.plain_ms = sitting.plain_ms or time_plain(sitting, config.steps)
+  local o = draft_of(config)
+  begin(sitting, sitting.engine:attention_of(kv.policy "full", kv.policy(o.policy,
+    { ratio = o.ratio, sink = 1, recent = 2, min_blocks = 0 }), o.reuse))
+  local draws, at = kv.rand("cpu", "f32", { 4096 }, { seed = config.seed }):list(), 0
+  local function accepted()
+    local n = 0
+    repeat
+      at = at % #draws + 1
+      local is_right = draws[at] <= config.accept
+      if is_right then n = n + 1 end
+    until not is_right or n == k
+    return n
+  end
+  local ms, plain, count = time_rounds(sitting, k, config.steps, accepted),
+    sitting.plain_ms, #sitting.seqs
+  return with_closed_form({ accepted_share = config.accept, first_share = config.accept,
+    tokens_step = ms.tokens / count / config.steps, same_share = 0 / 0,
+    tokens_s = 1e3 * ms.tokens / ms.all, plain_tokens_s = 1e3 * count / plain,
+    speedup = ms.tokens / ms.all / (count / plain), plain_ms = plain,
+    draft_ms = ms.draft / config.steps / k, check_ms = ms.check / config.steps },
+    config.accept, k)
+end
+
+local function run(config)
+  if shapes.has(config.model) then return run_shape(config) end
+  return run_answers(config)
+end
+
+-- ---- the page -------------------------------------------------------------------------
+
+local function tables(rows)
+  local list, is_random = {}, shapes.has(rows[1].config.model)
+  for _, prompts in ipairs(kv.table.distinct(rows, "prompts")) do
+    for _, policy in ipairs(kv.table.distinct(rows, "policy")) do
+      local function add(value, beside, format, text)
+        list[#list + 1] = kv.table.pivot(rows, { rows = "ratio", columns = "draft",
+          value = value, beside = beside, format = format,
+          where = { policy = policy, prompts = prompts },
+          caption = ("%s, %s: %s"):format(prompts, policy, text) })
+      end
+      add("accepted_share", "tokens_step", "%.3f", is_random
+        and "share of right tokens, set by hand since the weights are random (tokens a "
+        .. "check)" or "share of right tokens (tokens a check)")
+      add("speedup", "closed_form", "%.2f", "speedup over full attention (closed form)")
+      add("draft_ms", "check_ms", "%.3g", "ms of a drafted token (of a check)")
+    end
+  end
+  return list
+end
+
+--- A picture for each kind of prompts.
+local function pictures(rows)
+  local list = {}
+  for i, prompts in ipairs(kv.table.distinct(rows, "prompts")) do
+    list[i] = kv.plot.lines(kv.table.where(rows, { prompts = prompts }), { x = "draft",
+      y = "speedup", series = "policy", panel = "ratio", xlabel = "tokens of a draft",
+      ylabel = "speedup",
+      title = ("Lossless answers, %s: speedup over full attention"):format(prompts) })
+    list[i].file = "speedup_" .. prompts
+  end
+  return list
+end
+
+kv.experiment.run {
+  name = "21_lossless",
+  title = "How much faster is an answer of drafts that full attention verifies?",
+  grid = {
+    { "prompts", { "text" } },
+    { "policy", { "quest", "quest, reused", "gsa_on_device", "streaming" } },
+    { "ratio", { 0.05, 0.1 } },
+    { "draft", { 2, 4, 8 } },
+  },
+  defaults = { model = "recall", dtype = is_cuda and "bf16" or "f32",
+               cache = is_cuda and "bf16" or "f32", block_size = 16, accept = 0.9,
+               context = 2048, needles = 32, answers = 4, tokens = 48, steps = 16,
+               most = 8, runs = 2 },
+  quick = { policy = { "quest" }, ratio = { 0.1 }, draft = { 3 }, context = 512,
+            needles = 8, answers = 1, tokens = 12, runs = 1, steps = 2 },
+  proportions = { "accepted_share", "first_share", "same_share" },
+  metrics = { "speedup", "closed_form", "of_closed", "accepted_share", "first_share",
+              "tokens_step", "tokens_s", "plain_tokens_s", "draft_ms", "check_ms",
+              "plain_ms", "same_share" },
+  run = run,
+  table = tables,
+  plot = pictures,
+}
