@@ -103,7 +103,8 @@ local function check(dev)
   describe("server on " .. dev:name(), function()
     it("gives each request what it gets alone, for any chunking and batch", function()
       local ways = { { chunk = 512 }, { chunk = 64 }, { chunk = 8 },
-        { chunk = 37, server = { max_seqs = 3 } }, { chunk = 16, server = { max_seqs = 1 } } }
+                     { chunk = 37, server = { max_seqs = 3 } },
+                     { chunk = 16, server = { max_seqs = 1 } } }
       for _, o in ipairs(support.one_each(ways, 2)) do
         same_as_alone(dev, o)
       end
