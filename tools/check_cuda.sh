@@ -8,5 +8,5 @@ cd "$(dirname "$0")/.."
 nvcc=${CUDA_HOME:-/usr/local/cuda}/bin/nvcc
 [ -x "$nvcc" ] || nvcc=nvcc
 find kernels/cuda -name '*.cu' -print0 | xargs -0 -n 1 -P "$(nproc)" "$nvcc" -std=c++17 \
-  -Iruntime -Ikernels -Xcompiler -fPIC,-Wall -Werror all-warnings -Xcicc -O1 -Xptxas -O1 \
+  -Iruntime -Ikernels -Xcompiler -fPIC,-Wall -Werror all-warnings -Xcicc -O1 -Xptxas -O0 \
   -gencode "arch=compute_$1,code=sm_$1" -o /dev/null -c
