@@ -1,6 +1,7 @@
 --- The tokens of a draft, on the device of an engine: step by step, the ids that a step
 -- made for its sequences. The next step and the step that verifies the draft read them
--- there, so the host need not know them.
+-- there, so the host need not know them. A step that takes the likeliest tokens finds on
+-- the device, too, where its ids belong, so that one graph serves all steps of a draft.
 local kv = require "kvlab"
 
 local M = {}
@@ -11,21 +12,27 @@ local Drafted = {}
 Drafted.__index = Drafted
 
 local MOST_PLACES = 256 -- of batches whose places are kept
+local ROOM = 128 -- steps that there is room for, unless a draft has more
 
 ---@param device kvlab.Device
 ---@param max_seqs integer
 ---@return models.Drafted
 function M.new(device, max_seqs)
-  return setmetatable({ device = device, max_seqs = max_seqs, rows = {}, places = {},
-    kept = 0 }, Drafted)
+  return setmetatable({ device = device, max_seqs = max_seqs, rows = {}, steps = {},
+    places = {}, kept = 0, columns = kv.arange(device, "i32", max_seqs),
+    newest = kv.zeros(device, "i32", { max_seqs }),
+    at = kv.zeros(device, "i32", { max_seqs }) }, Drafted)
 end
 
---- Makes room for `steps` steps.
-function Drafted:expect(steps)
-  if self.ids and self.ids:size(0) >= steps then return end
-  local ids = kv.lasting(kv.zeros, self.device, "i32", { steps, self.max_seqs })
-  self.flat, self.rows = kv.lasting(ids.reshape, ids, { 1, steps * self.max_seqs }), {}
-  self.ids = ids -- the last: an interrupt may come between any two
+--- Begins a draft of at most `steps` steps.
+function Drafted:begin(steps)
+  if not self.ids or self.ids:size(0) < steps then
+    steps = math.max(steps, ROOM)
+    local ids = kv.lasting(kv.zeros, self.device, "i32", { steps, self.max_seqs })
+    self.flat, self.rows = kv.lasting(ids.reshape, ids, { 1, steps * self.max_seqs }), {}
+    self.ids = ids -- the last: an interrupt may come between any two
+  end
+  self.at:copy_(self.columns)
 end
 
 local function narrow_row(self, at, n) return self.ids:index(at - 1):narrow(0, n) end
@@ -41,14 +48,36 @@ function Drafted:row(at, n)
   return row
 end
 
---- Writes to `tokens` the ids that step `at` made, of n sequences; or of those in `rows`
--- among them, counted from 0.
----@param rows integer[]|nil
-function Drafted:read(at, n, rows, tokens)
-  local ids = self:row(at, n)
-  if not rows then return tokens:copy_(ids) end
+local function narrow_step(self, n)
+  local tokens, at = self.newest:narrow(0, n), self.at:narrow(0, n)
+  return { tokens = tokens, tokens_row = tokens:reshape { 1, n }, at = at,
+           at_row = at:reshape { 1, n } }
+end
+
+--- What a step of n sequences reads and writes: `tokens`, i32 [n], which it computes.
+function Drafted:step(n)
+  local step = self.steps[n]
+  if not step then
+    step = kv.lasting(narrow_step, self, n)
+    self.steps[n] = step
+  end
+  return step
+end
+
+--- The likeliest tokens are those of this step, and the next one computes them. It may be
+-- recorded: the place among the ids is on the device.
+function Drafted:take_likeliest(logits, n)
+  local step = self:step(n)
+  logits:argmax(step.tokens)
+  self.flat:scatter_(step.at_row, step.tokens_row)
+  step.at:add(self.max_seqs, step.at)
+end
+
+--- The next step has only those of `previous` sequences that are in `rows`, counted from
+-- 0.
+function Drafted:keep_rows(previous, rows)
   local index = kv.from(self.device, "i32", { 1, #rows }, rows)
-  return tokens:copy_(ids:reshape { 1, n }:gather(index):reshape { #rows })
+  self:step(#rows).tokens_row:copy_(self:step(previous).tokens_row:gather(index))
 end
 
 --- Where the drafts' tokens are, and which rows of the step that verifies them they get:

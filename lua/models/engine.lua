@@ -365,11 +365,11 @@ local function graph_key(self)
 end
 
 --- Records a decode step, with the journal's entries of the work in it.
-local function record_decode(self, count, key)
+local function record_decode(self, count, key, compute)
   local journal, entries = self.cache.journal, {}
   C.kvl_interrupt_hold(1)
   journal.recording = entries
-  local ok, graph = protected.pcall(kv.graph, function() compute_decode(self, count) end,
+  local ok, graph = protected.pcall(kv.graph, function() compute(self, count) end,
     self.model.device)
   journal.recording = nil
   C.kvl_interrupt_hold(-1)
@@ -387,16 +387,17 @@ end
 
 --- The same from a graph. The first step of a shape is launched from here, which makes
 -- its buffers; the second one is recorded, and from then on replayed.
-local function replay_decode(self, count, key)
+---@param compute fun(self, count): kvlab.Tensor  launches the step
+local function replay_decode(self, count, key, compute)
   local recorded = self.graphs[key]
   if recorded == nil then
-    local logits = compute_decode(self, count)
+    local logits = compute(self, count)
     self.graphs[key] = false
     return logits
   end
-  recorded = recorded or record_decode(self, count, key)
+  recorded = recorded or record_decode(self, count, key, compute)
   if not self.cache.journal:may_replay(recorded.entries) then
-    return compute_decode(self, count)
+    return compute(self, count)
   end
   C.kvl_interrupt_hold(1)
   local ok, why = pcall(replay, self, recorded)
@@ -408,7 +409,9 @@ end
 --- The layers and logits of the step that has begun, from a graph if the engine has them.
 local function run_decode(self)
   local count = self.batch.tokens_count
-  if self.uses_graphs then return replay_decode(self, count, graph_key(self)) end
+  if self.uses_graphs then
+    return replay_decode(self, count, graph_key(self), compute_decode)
+  end
   return compute_decode(self, count)
 end
 
@@ -438,8 +441,18 @@ end
 
 -- ---- drafts ---------------------------------------------------------------------------
 
---- The likeliest tokens.
-local function likeliest(logits, _, ids) logits:argmax(ids) end
+--- The layers and logits of a draft's step, whose tokens are on the device.
+local function compute_drafted(self, n)
+  self.batch.tokens:copy_(self.drafted:step(n).tokens)
+  return compute_decode(self, n)
+end
+
+--- The same, with the choice of the likeliest tokens.
+local function compute_likeliest(self, n)
+  local logits = compute_drafted(self, n)
+  self.drafted:take_likeliest(logits, n)
+  return logits
+end
 
 --- The sequences that get a token in step `at` of a draft, and where each of them was in
 -- the step before; nil: all of the step before.
@@ -462,28 +475,37 @@ local function cut(seqs, lengths)
   for i, seq in ipairs(seqs) do seq:truncate(lengths[i]) end
 end
 
+--- Computes step `at` of a draft, which has begun, for n sequences.
+local function run_drafted(self, n, at, choose)
+  local compute = choose and compute_drafted or compute_likeliest
+  local attention, drafted = self.attention, self.drafted
+  local logits
+  if self.uses_graphs and not attention.draft_policy.eager then
+    local key = ("draft of %d, %s, %s, in %d blocks, %d steps"):format(n,
+      choose and "chosen" or "likeliest", attention.reuse_role or "each selects",
+      attention.draft_rows.open_limit, drafted.ids:size(0))
+    logits = replay_decode(self, n, key, compute)
+  else
+    logits = compute(self, n)
+  end
+  if not choose then return end
+  choose(logits, at, drafted:row(at, n))
+  drafted:step(n).tokens:copy_(drafted:row(at, n))
+end
+
 local function draft(self, seqs, counts, tokens, choose)
   local most, lengths, previous = math.max(unpack(counts)), {}, nil
   local drafted = self.drafted
-  drafted:expect(most)
+  drafted:begin(most)
   for i, seq in ipairs(seqs) do lengths[i] = seq:length() end
   for at = 1, most do
     local part, rows = part_of_step(seqs, counts, at)
     local n = #part
     self.batch:append(part, ones_for(self, n), at == 1 and tokens or nil)
-    if at > 1 then
-      kv.scope(drafted.read, drafted, at - 1, previous, rows, self.batch.tokens)
-    end
+    if at == 1 then drafted:step(n).tokens:copy_(self.batch.tokens) end
+    if rows then kv.scope(drafted.keep_rows, drafted, previous, rows) end
     self.attention:begin(self.batch, false, nil, at, most)
-    local logits
-    if self.uses_graphs and not self.attention.draft_policy.eager then
-      local attention = self.attention
-      logits = replay_decode(self, n, ("draft of %d, %s, in %d blocks"):format(n,
-        attention.reuse_role or "each selects", attention.draft_rows.open_limit))
-    else
-      logits = compute_decode(self, n)
-    end
-    choose(logits, at, drafted:row(at, n))
+    run_drafted(self, n, at, choose)
     previous = n
   end
   cut(seqs, lengths)
@@ -500,7 +522,8 @@ end
 ---@param tokens integer[]   the newest token of each
 ---@param choose? fun(logits: kvlab.Tensor, step: integer, ids: kvlab.Tensor)  writes the
 --                           tokens of a step to ids i32 [n], of the sequences that have
---                           at least `step` tokens; logits: f32 [n, vocab]. The likeliest
+--                           at least `step` tokens; logits: f32 [n, vocab]. nil: the
+--                           likeliest, whose choice a recorded step contains
 ---@return kvlab.Tensor drafted  i32 [most of counts, max_seqs]: step by step, the ids of
 --                           those sequences; valid until the next draft
 function Engine:draft(seqs, counts, tokens, choose)
@@ -518,7 +541,7 @@ function Engine:draft(seqs, counts, tokens, choose)
   if not self.attention.draft_policy then
     options.fail "draft: the attention has no draft_policy, expected one"
   end
-  return self.cache:transaction(draft, self, seqs, counts, tokens, choose or likeliest)
+  return self.cache:transaction(draft, self, seqs, counts, tokens, choose)
 end
 
 local function verify(self, seqs, counts, tokens, parents, drafted)

@@ -293,6 +293,36 @@ support.each_device(function(dev)
     s.engine.cache:close()
   end)
 
+  it("finds the likeliest tokens in a graph as without one on " .. dev:name(), function()
+    local function quest() return kv.policy("quest", { ratio = 0.3 }) end
+    local a = open(model, { draft_policy = quest(), graph = true })
+    local b = open(model, { draft_policy = quest() })
+    local rng = support.rng(9)
+    for number = 1, 14 do
+      local counts, ids = { 1 + rng(5), 1 + rng(5) }, {}
+      if number == 8 then counts = { 130, 2 } end -- more steps than there was room for
+      b.engine:draft(b.seqs, counts, b.newest, function(logits, step, into)
+        logits:argmax(into)
+        ids[step] = into:list()
+      end)
+      local got = a.engine:draft(a.seqs, counts, a.newest)
+      assert.same({ math.max(unpack(counts)), 2 }, got:dims())
+      for step, list in ipairs(ids) do
+        assert.same(list, got:index(step - 1):narrow(0, #list):list(),
+          ("draft %d, step %d"):format(number, step))
+      end
+      if number ~= 8 then assert.same(round(b, counts), round(a, counts)) end
+    end
+    assert.same(b.said, a.said)
+    local taken = 0
+    for key, one in pairs(a.engine.graphs) do
+      if one and tostring(key):find "likeliest" then taken = taken + 1 end
+    end
+    assert.is_true(taken > 0)
+    a.engine.cache:close()
+    b.engine.cache:close()
+  end)
+
   it("takes one graph for its steps and one for each check on " .. dev:name(), function()
     for _, tier in ipairs { "resident", "hot cache" } do
       local s = open(model, { draft_policy = kv.policy("h2o", { ratio = 0.2 }),
@@ -305,11 +335,13 @@ support.each_device(function(dev)
       assert.equal(2, #keys, table.concat(keys, "; "))
       assert.equal(2, recorded(s.engine))
       s.engine.cache:close()
-      s = open(model, { draft_policy = kv.policy "quest", draft_reuse = true,
-                        graph = true, offload = TIERS[tier].offload })
-      for _ = 1, 12 do round(s, { 4, 4 }) end
-      assert.equal(3, recorded(s.engine))
-      s.engine.cache:close()
+      for _, reuses in ipairs { false, true } do -- the choice is in the graph of a step
+        s = open(model, { draft_policy = kv.policy "quest", draft_reuse = reuses,
+                          graph = true, offload = TIERS[tier].offload })
+        for _ = 1, 12 do round(s, { 4, 4 }) end
+        assert.equal(reuses and 3 or 2, recorded(s.engine))
+        s.engine.cache:close()
+      end
     end
   end)
 end)

@@ -81,4 +81,19 @@ support.each_device(function(dev)
       end)
     end
   end
+
+  it("count what they wrote, and load no block again, on " .. dev:name(), function()
+    local s = open(model, "full", "hot cache", true)
+    local e, tier = s.engine, s.engine.cache.tier
+    for _ = 1, 3 do e:decode({ s.seqs[1] }, { 1 }) end -- the third one is replayed
+    e:prefill(s.seqs[2], { 1, 2, 3 }) -- launched
+    e:decode({ s.seqs[1] }, { 1 })
+    local loaded, _, written = tier.moved:item(), tier:bytes()
+    for _ = 1, 4 do e:decode({ s.seqs[1] }, { 1 }) end
+    assert.equal(loaded, tier.moved:item())
+    local _, now = tier:bytes()
+    local c = model.config -- K and V of 4 tokens, in f32
+    assert.equal(4 * c.layers * 2 * c.kv_heads * c.head_dim * 4, now - written)
+    e.cache:close()
+  end)
 end)

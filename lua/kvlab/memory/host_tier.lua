@@ -149,27 +149,44 @@ local function free_index(self)
   for index = 0, self.buffer_blocks - 1 do
     if not taken[index] then
       for seq, tail in pairs(self.tails) do
-        if tail.index == index then self.tails[seq] = nil end
+        local back = tail.index - index
+        if back >= 0 and back < tail.blocks then self.tails[seq] = nil end
       end
       return index
     end
   end
 end
 
+-- What a step left in the buffer of a sequence, tails[seq]: the blocks up to number
+-- `block` of the sequence, which is at `index`; `blocks` of them, one after the other.
+-- length: of the sequence at the end of that step; nil if the step never ended.
+
+--- Looks for the block that a step of one token writes to among those that an earlier
+-- step left in the buffer. The sequence may have been cut since. tail.lacks: what the
+-- block holds before the token is not there.
+local function find_open(self, tail, length)
+  local size = self.cache.block_size
+  local block = math.floor((length - 1) / size)
+  local back = tail.block - block
+  local is_there = tail.length and tail.length >= length - 1 and back >= 0
+    and back < tail.blocks
+  if is_there then tail.index = tail.index - back end
+  tail.block, tail.blocks = block, 1
+  tail.lacks = not is_there and (length - 1) % size > 0
+  tail.step, tail.length, tail.next_length = self.step, nil, length
+end
+
 --- Returns where a sequence's open block is, for a step of one token, and whether its
--- contents must first come from the host tier. tails[seq].length is the length of the
--- sequence at the end of the step that left its block there; it is nil if that step
--- never ended.
+-- contents must first come from the host tier.
 local function place_token(self, seq, length)
   local tail = self.tails[seq]
-  local is_there = tail and tail.length == length - 1
   if not tail then
-    tail = { index = free_index(self) }
+    tail = { index = free_index(self), block = 0, blocks = 0 }
+    find_open(self, tail, length)
     self.tails[seq] = tail
   end
-  tail.step, tail.length, tail.next_length = self.step, nil, length
   self.placed[#self.placed + 1] = tail
-  return tail.index, not is_there and (length - 1) % self.cache.block_size > 0
+  return tail.index, tail.lacks
 end
 
 --- Notes that `tokens` tokens of one layer each were written to the host tier at once.
@@ -180,7 +197,8 @@ end
 
 --- Ends the step before, and decides whether what its sequences left in the buffer
 -- counts. That step may be over, have stopped with an error, or never have begun. A step
--- that was replayed from a graph ran without this file.
+-- that was replayed from a graph ran without this file; an engine says so (replayed), and
+-- a script with a graph of its own need not.
 local function settle(self)
   local is_over = self.is_begun and not self.is_undone and (self.layers_left == 0
     or self.is_recorded and self.layers_left == self.layers)
@@ -194,6 +212,12 @@ local function settle(self)
   if self.is_undone or self.is_begun and not is_over then self.cache.device:sync() end
   if self.is_undone and self.hot then self.hot:forget() end
   self.is_begun, self.is_undone = false, false
+end
+
+--- A graph computed the step that began last.
+function HostTier:replayed()
+  self.layers_left = 0
+  self:count_appended(self.step_tokens * self.layers)
 end
 
 --- The step that began last was taken back. The next step does what follows from that:
@@ -225,7 +249,7 @@ function HostTier:place(batch)
   for i = 1, batch.count do
     by_token = by_token and counts[i] <= 1
     local tail = self.tails[batch.seqs[i]]
-    if tail then tail.step = self.step end
+    if tail and counts[i] == 1 then find_open(self, tail, p[o.lens + i - 1]) end
   end
   if not by_token then self.tails = setmetatable({}, { __mode = "k" }) end
   placement.history, placement.loads, placement.by_token = 0, 0, by_token
@@ -242,7 +266,8 @@ function HostTier:place(batch)
       index, load = place_token(self, seq, length)
     else
       next_index = next_index + blocks
-      local tail = { index = index + blocks - 1, next_length = length, step = self.step }
+      local tail = { index = index + blocks - 1, block = first + blocks - 1,
+        blocks = blocks, next_length = length, step = self.step }
       self.tails[seq], self.placed[#self.placed + 1] = tail, tail
     end
     p[o.opens + 2 * i], p[o.opens + 2 * i + 1] = first, index

@@ -15,6 +15,7 @@ local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
+local present = require "kvlab.memory.present"
 local rows = require "kvlab.memory.rows"
 local tensor = require "kvlab.tensor.tensor"
 
@@ -56,6 +57,7 @@ function M.new(tier)
   self.miss = tensor.tensor(dev, "i32", { 2, heads * n })
   self.lists = tensor.tensor(dev, "i32", { 5, heads * n })
   self.resolve_call = ffi.new "kvl_resolve"
+  self.present = present.new(self)
   self.stream = dev:open_stream()
   self.resolved, self.fetched = dev:open_event(), dev:open_event()
   self:reset()
@@ -189,6 +191,9 @@ end
 --- Attends in a decode step over a selection (nil: every block). attention.lua calls it
 -- when the cache has a hot cache.
 function HotCache:attend(attention, selection, ctx, out, lse, hook)
+  if ctx.is_draft then
+    return self.present:attend(attention, selection, ctx, out, lse, hook)
+  end
   selection = selection or ctx:everything()
   local most = math.floor(self.slots / tonumber(selection.sizes[2]))
   if ctx.is_rows and ctx.seqs > most then

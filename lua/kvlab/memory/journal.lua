@@ -103,11 +103,12 @@ function Journal.may_replay(_, entries)
   return true
 end
 
---- Notes the entries of work that a graph has just replayed. Interrupts must wait. The
+--- Notes the entries of a step that a graph has just replayed. Interrupts must wait. The
 -- steps of a draft replay one graph again and again, so copies of its entries are noted.
 ---@param entries table[]  with the methods replayed, which fills them, and copy
 function Journal:replayed(entries)
   if self.step then self.step.is_known = true end
+  self.cache.tier:replayed()
   for i = 1, #entries do
     entries[i]:replayed()
     self:note(self.is_draft and entries[i]:copy() or entries[i])

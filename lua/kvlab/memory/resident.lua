@@ -14,6 +14,7 @@
 --                                   that has the new tokens, and i32 [touched], where
 --   appended(layer)                 the policies have seen them
 --   undone()                        the step that began last did not happen
+--   replayed()                      a graph computed the step that began last
 --   readers(attention, through)     who attends in prefill and in decode:
 --                                   reader:attend(attention, selection, ctx, out, lse,
 --                                   hook, emitters), by attention:attend_part. With
@@ -67,6 +68,7 @@ function Resident:place() end
 function Resident:begin() end
 function Resident:appended() end
 function Resident:undone() end
+function Resident:replayed() end
 function Resident:before_copy() end
 function Resident:written() end
 function Resident:close() end

@@ -352,13 +352,14 @@ local function make_drafts(self, list)
     end
   end
   if #seqs == 0 then return nil end
-  self.engine:draft(seqs, counts, tokens, function(logits, step, ids)
+  local function guess(logits, step, ids)
     local there = {}
     for at, r in ipairs(drafting) do
       if counts[at] >= step then there[#there + 1] = r end
     end
     sampler.guess(logits, there, step, ids)
-  end)
+  end
+  self.engine:draft(seqs, counts, tokens, sampler.draws(drafting) and guess or nil)
   return drafted
 end
 

@@ -400,6 +400,17 @@ local function guess(logits, list, ids)
   ids:copy_(drawn)
 end
 
+--- Whether any of the requests draws its tokens. `guess` takes the likeliest ones for the
+-- others.
+---@param list kvlab.Request[]
+---@return boolean
+function M.draws(list)
+  for i = 1, #list do
+    if list[i].choice and list[i].choice.temperature > 0 then return true end
+  end
+  return false
+end
+
 --- Tokens for a step of a draft, by its logits: drawn by the numbers by which the model's
 -- will be. It never waits for the device, so top_p chooses among the best 512 tokens, and
 -- a repetition_penalty does not know the draft's own tokens.

@@ -213,7 +213,12 @@ local function check_sequences(dev)
         { "decode", 1, 2 }, { "decode", 2 }, { "decode", 1, 2 }, { "prefill", 2, 20 },
         { "decode", 2, 1 }, { "prefill", 3, 1 }, { "decode", 3 }, { "decode", 3, 1, 2 },
         { "truncate", 1, 30 }, { "decode", 1, 2 }, { "decode", 1 }, { "decode", 1, 3 },
-        { "truncate", 2, 32 }, { "prefill", 2, 1 }, { "decode", 2 }, { "decode", 2 } })
+        { "truncate", 2, 32 }, { "prefill", 2, 1 }, { "decode", 2 }, { "decode", 2 },
+        -- the buffer still has the block that a sequence is cut to, until others write
+        { "chunks", 40, 1, 2 }, { "truncate", 1, 55 }, { "decode", 1, 2 },
+        { "chunks", 40, 1, 2 }, { "truncate", 1, 75 }, { "decode", 3, 4 },
+        { "decode", 1 }, { "decode", 1 }, { "truncate", 1, 20 }, { "decode", 1 },
+        { "chunks", 40, 2, 1 }, { "truncate", 1, 10 }, { "decode", 1, 2 } })
     end)
 
     it("serves twenty one after another, through a " .. kind, function()

@@ -123,14 +123,18 @@ function Hook:attend(attention, reader, selection, ctx, out, lse)
   return out
 end
 
+--- Tokens that the coming attention does not read have no weight in what is emitted, even
+-- where a selection or a list names their block: the scores of earlier steps are
+-- dropped.
+function Hook:forget_scores(ctx)
+  if next(self.emits) then scores_of(self, ctx).scores:fill_(-math.huge) end
+end
+
 --- The same over listed tokens, whose K and V are on the device. What the policy emits
 -- counts a token once, even where it is listed twice.
 function Hook:attend_listed(attention, ctx, listed, out, lse)
-  if next(self.emits) then
-    local kept = scores_of(self, ctx)
-    kept.scores:fill_(-math.huge) -- those of earlier lists are there
-    lse = lse or kept.lse
-  end
+  if next(self.emits) then lse = lse or scores_of(self, ctx).lse end
+  self:forget_scores(ctx)
   self:forget()
   out = attention:attend_part(ctx, self, ctx.cache, nil, nil, out, lse, nil, nil, nil,
     listed)
