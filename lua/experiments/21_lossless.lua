@@ -245,6 +245,9 @@ end
 local KEYS = { "model", "dtype", "cache", "prompts", "block_size", "steps", "seed" }
 
 local function run_shape(config)
+  if not (config.accept >= 0 and config.accept <= 1) then
+    error(("accept is %s, expected a number from 0 to 1"):format(tostring(config.accept)), 0)
+  end
   local keys, k = { most = config.most }, config.draft
   for _, name in ipairs(KEYS) do keys[name] = config[name] end
   local sitting = kv.experiment.memo(keys, open_shape)

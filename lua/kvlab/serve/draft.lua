@@ -68,8 +68,12 @@ end
 
 --- The options of a draft: those of the way in which it is made.
 local function fields_of(o)
-  if o.policy == nil then return BY_TEXT end
   local known = {}
+  if o.policy == nil then -- its name is told where another one is wrong
+    for name, kind in pairs(BY_TEXT) do known[name] = kind end
+    known.policy = BY_POLICY.policy
+    return known
+  end
   for name, kind in pairs(BY_POLICY) do known[name] = kind end
   if BY_POLICY.policy[2](o.policy) then
     policy_of(o) -- which raises for wrong options of the policy
