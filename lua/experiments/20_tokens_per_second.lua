@@ -48,30 +48,21 @@ Sitting.__index = Sitting
 local function open_sitting(keys)
   local model = kv.experiment.memo({ model = keys.model, dtype = keys.dtype,
     seed = keys.seed }, shapes.open)
-  local count, context = shapes.prompts(keys.prompts)
-  local room = context + (WARM + keys.steps) * keys.runs + keys.steps
-  local blocks = math.ceil(room / keys.block_size)
-  local offload
+  local more, offload = (WARM + keys.steps) * keys.runs + keys.steps, nil
   if keys.memory == "hot" then
     if not (keys.hot > 0 and keys.hot <= 1) then
       error(("hot is %g, expected a share of all blocks, above 0 and at most 1"):format(
         keys.hot), 0)
     end
-    offload = { hot_slots = math.ceil(keys.hot * count * blocks), hot_overlap = true }
+    local _, all = shapes.blocks(keys.prompts, keys.block_size, more)
+    offload = { hot_slots = math.ceil(keys.hot * all), hot_overlap = true }
   elseif keys.memory ~= "resident" then
     error(("memory is %s, expected resident or hot"):format(tostring(keys.memory)), 0)
   end
-  local self = setmetatable({ model = model, context = context, seqs = {},
-    engine = model:engine { graph = true, max_seqs = count, block_size = keys.block_size,
-      chunk = math.min(context, 4096), blocks = count * blocks, max_blocks = blocks,
-      format = keys.cache, offload = offload } }, Sitting)
-  for i = 1, count do
-    local tokens, seq = {}, self.engine:sequence()
-    for t = 1, context do tokens[t] = (t * 7919 + i * 104729) % model.config.vocab end
-    self.engine:prefill(seq, tokens)
-    self.seqs[i] = seq
-  end
-  return self
+  local engine, seqs, context = shapes.read(model, keys.prompts, {
+    block_size = keys.block_size, format = keys.cache, offload = offload }, more)
+  return setmetatable({ model = model, context = context, seqs = seqs,
+    engine = engine }, Sitting)
 end
 
 function Sitting:close() self.engine.cache:close() end

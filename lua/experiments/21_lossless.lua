@@ -153,20 +153,10 @@ local WARM = 4 -- steps before the clock starts: one makes buffers, one records 
 local function open_shape(keys)
   local model = kv.experiment.memo({ model = keys.model, dtype = keys.dtype,
     seed = keys.seed }, shapes.open)
-  local count, context = shapes.prompts(keys.prompts)
-  local room = context + 2 * (WARM + keys.steps) * (keys.most + 1)
-  local blocks = math.ceil(room / keys.block_size)
-  local self = { model = model, context = context, seqs = {},
-    engine = model:engine { graph = true, max_seqs = count, block_size = keys.block_size,
-      chunk = math.min(context, 4096), blocks = count * blocks, max_blocks = blocks,
-      format = keys.cache } }
-  for i = 1, count do
-    local tokens, seq = {}, self.engine:sequence()
-    for t = 1, context do tokens[t] = (t * 7919 + i * 104729) % model.config.vocab end
-    self.engine:prefill(seq, tokens)
-    self.seqs[i] = seq
-  end
-  return self
+  local more = 2 * (WARM + keys.steps) * (keys.most + 1)
+  local engine, seqs, context = shapes.read(model, keys.prompts,
+    { block_size = keys.block_size, format = keys.cache }, more)
+  return { model = model, context = context, seqs = seqs, engine = engine }
 end
 
 local function begin(self, attention)
@@ -246,7 +236,8 @@ local KEYS = { "model", "dtype", "cache", "prompts", "block_size", "steps", "see
 
 local function run_shape(config)
   if not (config.accept >= 0 and config.accept <= 1) then
-    error(("accept is %s, expected a number from 0 to 1"):format(tostring(config.accept)), 0)
+    error(("accept is %s, expected a number from 0 to 1"):format(
+      tostring(config.accept)), 0)
   end
   local keys, k = { most = config.most }, config.draft
   for _, name in ipairs(KEYS) do keys[name] = config[name] end

@@ -48,6 +48,42 @@ function M.prompts(prompts)
   return tonumber(sequences), tonumber(tokens) * (unit == "K" and 1024 or 1)
 end
 
+--- The blocks that prompts need.
+---@param prompts string
+---@param block_size integer
+---@param more integer  tokens that may follow a prompt
+---@return integer each  of one sequence
+---@return integer all
+function M.blocks(prompts, block_size, more)
+  local count, context = M.prompts(prompts)
+  local each = math.ceil((context + more) / block_size)
+  return each, count * each
+end
+
+--- An engine with a sequence for each prompt, which it has read.
+---@param model table
+---@param prompts string
+---@param o table  options of the engine; max_seqs, chunk, blocks and max_blocks follow
+--                 from the prompts
+---@param more integer  tokens that may follow a prompt
+---@return kvlab.Engine
+---@return kvlab.Sequence[]
+---@return integer context  tokens of a prompt
+function M.read(model, prompts, o, more)
+  local count, context = M.prompts(prompts)
+  local all = { graph = true, max_seqs = count, chunk = math.min(context, 4096) }
+  for name, value in pairs(o) do all[name] = value end
+  all.max_blocks, all.blocks = M.blocks(prompts, o.block_size, more)
+  local engine, seqs = model:engine(all), {}
+  for i = 1, count do
+    local tokens, seq = {}, engine:sequence()
+    for t = 1, context do tokens[t] = (t * 7919 + i * 104729) % model.config.vocab end
+    engine:prefill(seq, tokens)
+    seqs[i] = seq
+  end
+  return engine, seqs, context
+end
+
 arguments.functions(M, "shapes", { has = { name = options.string },
                                    open = { keys = options.table } })
 

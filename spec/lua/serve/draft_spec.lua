@@ -34,6 +34,20 @@ local function ids_of(answers)
   return list
 end
 
+--- Runs a server whose steps fail now and then; in the end its requests have what `want`
+-- has.
+local function ends_right(server, its_engine, requests, want)
+  local raised = 0
+  while not pcall(server.run, server) do
+    raised = raised + 1
+    assert.is_true(raised < 400)
+  end
+  assert.is_true(raised > 3)
+  for i, r in ipairs(requests) do assert.same(want[i].ids, r:output()) end
+  server:close()
+  its_engine.cache:close()
+end
+
 describe("a draft", function()
   local function propose(o, tokens, most)
     local d = draft.take(o)
@@ -238,15 +252,7 @@ describe("an answer with drafts", function()
         take_back(...)
         if calls % 5 == 0 then error("it fails", 0) end
       end
-      local raised = 0
-      while not pcall(server.run, server) do
-        raised = raised + 1
-        assert.is_true(raised < 400)
-      end
-      assert.is_true(raised > 3)
-      for i, r in ipairs(requests) do assert.same(want[i].ids, r:output()) end
-      server:close()
-      e.cache:close()
+      ends_right(server, e, requests, want)
     end
   end)
 
@@ -579,15 +585,7 @@ describe("an answer with drafts by a policy", function()
           return result
         end
       end
-      local raised = 0
-      while not pcall(server.run, server) do
-        raised = raised + 1
-        assert.is_true(raised < 400)
-      end
-      assert.is_true(raised > 3)
-      for i, r in ipairs(requests) do assert.same(want[i].ids, r:output()) end
-      server:close()
-      e.cache:close()
+      ends_right(server, e, requests, want)
     end
   end)
 end)
