@@ -28,10 +28,18 @@ end
 --- pcall(fn), with the interrupt flag set at the nth call of a Lua function, so that the
 -- next launch fails. With `raises`, Lua raises in a transaction of `cache`, too, as the
 -- executable's hook does.
+---@param from? string  a pattern: only calls are counted that a file of this name makes
 ---@return boolean ok
 ---@return any result
-function M.call(cache, fn, nth, raises)
+function M.call(cache, fn, nth, raises, from)
+  local counted = 0
   local ok, result = M.at_calls(fn, function(n)
+    if from then
+      local caller = debug.getinfo(4, "S") -- after this function, the hook and the called
+      if counted < nth and not (caller and caller.source:find(from)) then return end
+      counted = counted + 1
+      n = counted
+    end
     if n < nth then return end
     if n == nth then C.kvl_interrupt(1) end
     local is_held = C.kvl_interrupt_hold(0) > 0 or cache.journal.depth == 0

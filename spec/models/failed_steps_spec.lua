@@ -127,7 +127,7 @@ end
 --- Ctrl-C at the nth call of a Lua function.
 local function interrupted(s, call, place)
   return interrupt.call(s.engine.cache, function() return call.run(s) end, place.nth,
-    place.raises)
+    place.raises, place.from)
 end
 
 --- All blocks but `place.left` are taken.
@@ -321,6 +321,32 @@ describe("a replayed step that Ctrl-C interrupts at any call of a function", fun
       s.engine.cache:close()
     end)
   end
+end)
+
+describe("a step of drafts that Ctrl-C interrupts at any call that a tally makes", function()
+  it("leaves nothing half made for the next one", function()
+    local function until_drafts()
+      local s = open { policy = "h2o", tier = "resident" }
+      for at = 1, 5 do SCRIPT[at].run(s) end
+      return s
+    end
+    local drafts = verify(400, { 3, 6 }, { 2, 5 })
+    local s = until_drafts()
+    local want = drafts.run(s):list()
+    s.engine.cache:close()
+    s = until_drafts()
+    jit.flush() -- compiled code calls no hook
+    local nth, ok, result = 0
+    repeat
+      nth = nth + 1
+      ok, result = interrupted(s, drafts,
+        { nth = nth, raises = true, from = "policy/tally%.lua$" })
+      if not ok then assert.matches("interrupted", result) end
+    until ok
+    assert.is_true(nth > 100, nth)
+    assert.same(want, result:list())
+    s.engine.cache:close()
+  end)
 end)
 
 describe("engine:generate", function()

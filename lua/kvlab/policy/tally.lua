@@ -136,9 +136,10 @@ end
 --- Gives an entry what a step of `rows` rows needs.
 local function add_rows(entry, rows)
   local cells_row = entry.values.count / rows
+  local after = tensor.tensor(entry.values.device, "f32", { rows, cells_row })
   entry.before_rows = rows_of(entry.values, rows, cells_row)
-  entry.after = tensor.tensor(entry.values.device, "f32", { rows, cells_row })
-  entry.after_rows = rows_of(entry.after, rows, cells_row)
+  entry.after_rows = rows_of(after, rows, cells_row)
+  entry.after = after -- the last, as it says that all is there
 end
 
 --- Keeps what store is about to replace, if that may be taken back or if the rows of a
@@ -332,8 +333,8 @@ end
 --- The views of the rows that steps of several tokens need in addition to make_views.
 local function add_row_views(self, ctx, v)
   local cells_row = self.heads * ctx.width
-  v.rows = rows_of(v.values, ctx.seqs, cells_row)
   v.row_places = rows_of(v.places, ctx.seqs, cells_row)
+  v.rows = rows_of(v.values, ctx.seqs, cells_row) -- the last, as it says that all is there
 end
 
 --- Makes the values of each row those after it, keeps them in the entry, and gives all
