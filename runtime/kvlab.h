@@ -363,6 +363,7 @@ int kvl_silu_mul(const kvl_tensor *gate, const kvl_tensor *up, const kvl_tensor 
 
 typedef struct kvl_pool kvl_pool;
 typedef struct kvl_sequence kvl_sequence;
+typedef struct kvl_tables kvl_tables;
 
 /* Opens the bookkeeping of `blocks` blocks of `block_size` (1 ... 4096) tokens each. An
  * allocation fails if it would leave fewer than `watermark` blocks free. Errors: INVALID,
@@ -379,24 +380,30 @@ int kvl_pool_block_refs(const kvl_pool *pool, int block);
 int kvl_pool_hold(kvl_pool *pool, int block);
 int kvl_pool_release(kvl_pool *pool, int block);
 
-int kvl_sequence_open(kvl_pool *pool, kvl_sequence **out);
+/* Opens an empty sequence. It has a block table for each of `heads` KV heads of each of
+ * `layers` layers (1 and 1: one for all KV; heads 1: one for each layer). The table of layer l
+ * and head h is its cut l * heads + h. Errors: INVALID, NO_MEMORY. */
+int kvl_sequence_open(kvl_pool *pool, int layers, int heads, kvl_sequence **out);
 /* Opens a sequence of the same tokens that shares every block with seq. */
 int kvl_sequence_fork(const kvl_sequence *seq, kvl_sequence **out);
-/* Lengthens a sequence of whole blocks by n full blocks that somebody else holds already; it
- * shares them. Errors: INVALID if the sequence's length is not a multiple of block_size, or
- * a block is free or out of range; NO_MEMORY. */
+/* Lengthens a sequence of whole blocks by n full blocks in each cut that somebody else holds
+ * already; it shares them. blocks: i32[cuts, n]. Errors: INVALID if the sequence's length is
+ * not a multiple of block_size, or a block is free or out of range; NO_MEMORY. */
 int kvl_sequence_share(kvl_sequence *seq, const int32_t *blocks, int n);
 /* Closes the sequence and drops its references to blocks. NULL is allowed. */
 void kvl_sequence_close(kvl_sequence *seq);
-int kvl_sequence_length(const kvl_sequence *seq); /* tokens */
-int kvl_sequence_blocks(const kvl_sequence *seq); /* blocks held */
+int kvl_sequence_length(const kvl_sequence *seq); /* tokens of its text */
+int kvl_sequence_blocks(const kvl_sequence *seq); /* of the cut that holds most */
+/* The number of tokens that a cut holds; of cut -1 the most that any holds. Errors: INVALID. */
+int kvl_sequence_held(const kvl_sequence *seq, int cut);
 /* Lengthens n sequences, sequence i by tokens[i] >= 0. The call lengthens all of them or
  * none.
- *  seqs    n different sequences of one pool
+ *  seqs    n different sequences of one pool, with the same numbers of layers and heads
  *  tokens  i32[n]
- *  places   i64[sum of tokens]  place (block * block_size + offset) of each new token,
- *                              sequence after sequence
- *  copies  i32[2 * n]          pairs (from, to): a last block that was shared and partly full
+ *  places  i64[layers, heads * sum of tokens]
+ *                              place (block * block_size + offset) of each new token; those
+ *                              of a sequence follow those of the one before, head after head
+ *  copies  i32[2 * n * cuts]   pairs (from, to): a last block that was shared and partly full
  *                              was replaced; copy its memory before you append
  * Returns the number of pairs. Errors: INVALID, NO_BLOCKS, NO_MEMORY. */
 int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n,
@@ -412,9 +419,30 @@ int kvl_sequence_truncate(kvl_sequence *seq, int length);
  * Errors: INVALID; then nothing has changed. */
 int kvl_sequences_rewind(kvl_sequence *const *seqs, const int32_t *lengths, int n,
                          const int32_t *copies, int pairs);
-/* Writes the block table, padded with -1 to `width`. Errors: INVALID if the table is longer.
- */
-int kvl_sequence_table(const kvl_sequence *seq, int32_t *row, int width);
+/* Writes the block table of a cut, padded with -1 to `width`. Returns how many blocks it has.
+ * Errors: INVALID if the table is longer. */
+int kvl_sequence_table(const kvl_sequence *seq, int cut, int32_t *row, int width);
+
+/* Knows which block tables are on the device, i32 [layers, seqs * heads, width]: entry
+ * (l, s * heads + h) is the table of layer l and head h of sequence s of a step. Entries past
+ * a table's end are undefined. Errors: INVALID, NO_MEMORY. */
+int kvl_tables_open(int layers, int heads, int seqs, int width, kvl_tables **out);
+void kvl_tables_close(kvl_tables *tables);
+/* Writes what must change on the device for a step of n sequences: at most `room` numbers of
+ * entries, and their blocks. Returns how many it wrote: if `room`, there may be more, which
+ * the next call writes. Errors: INVALID. */
+int kvl_tables_update(kvl_tables *tables, kvl_sequence *const *seqs, int n, int32_t *where,
+                      int32_t *to, int room);
+/* Nothing is known of what is on the device: updates were lost. */
+void kvl_tables_forget(kvl_tables *tables);
+/* Describes a step after its append of tokens[i] to sequence i, layer after layer.
+ *  lens                  i32[layers, n * heads]  tokens that are held
+ *  blocks, block_tokens  i32[layers, touched]    blocks that got tokens, and how many valid
+ *                        tokens each has. For each sequence and head there are as many as its
+ *                        new tokens can lie in, the last several times if they lie in fewer
+ * Errors: INVALID if touched is less than that. */
+int kvl_sequences_step(kvl_sequence *const *seqs, const int32_t *tokens, int n, int touched,
+                       int32_t *lens, int32_t *blocks, int32_t *block_tokens);
 
 /* ---- paged KV ops --------------------------------------------------------------------- */
 /* These ops share their arguments.

@@ -1,8 +1,9 @@
 --- Random scripts of steps: prompts alone and in batches, decode steps, drafts in chains
 -- and trees of which tokens are taken back, drafts by a policy, forks, and sequences that
 -- end. Two engines play a script with the same policies. One is plain: its cache is
--- resident, and it launches every step. The other has any memory tier, perhaps graphs,
--- and its steps are interrupted and tried again. Both must compute the same logits.
+-- resident and has one table a sequence, and it launches every step. The other has any
+-- memory tier or other tables, perhaps graphs, and its steps are interrupted and tried
+-- again. Both must compute the same logits.
 local emitting = require "spec.models.emitting"
 local interrupted = require "spec.interrupted"
 local kv = require "kvlab"
@@ -21,6 +22,11 @@ local TOLERANCE = { f32 = 2e-4, f8e4m3 = 0.1 }
 
 -- Policies that no graph can record.
 local EAGER = { infllm = true, nsa_branches = true }
+
+-- Policies that select for all KV heads together, or draw for them one after the other.
+-- By head, they select something else.
+local ACROSS_HEADS = { gsa_on_device = true, nsa = true, nsa_branches = true,
+  random = true, topk = true, gsa = true }
 
 local POLICIES, PREFILL = tried.names "decode", tried.names "prefill"
 if not tried.own then
@@ -52,7 +58,15 @@ local function case_of(rng)
   o.prefill_policy = rng(3) == 0 and #PREFILL > 0 and one_of(rng, PREFILL) or nil
   o.max_blocks = math.ceil(TOKENS / o.block_size)
   local hot = 3 * o.max_blocks
-  o.tier = one_of(rng, { "resident", "ring", "hot cache", "hot cache with overlap" })
+  o.tier = one_of(rng, { "resident", "ring", "hot cache", "hot cache with overlap",
+    "tables by layer", "tables by head" })
+  o.tables = o.tier:match "^tables by (%a+)"
+  if o.tables == "head" then
+    o.has_alibi = false
+    local across = ACROSS_HEADS[o.policy] or ACROSS_HEADS[o.draft_policy]
+      or ACROSS_HEADS[o.prefill_policy]
+    if across or tried.own then o.tables, o.tier = "layer", "tables by layer" end
+  end
   o.offload = ({ ring = { slots = 2, slot_blocks = 1 + rng(3) },
     ["hot cache"] = { hot_slots = hot },
     ["hot cache with overlap"] = { hot_slots = hot, hot_overlap = true } })[o.tier]
@@ -77,7 +91,8 @@ local function open(dev, o, is_plain)
     prefill_policy = o.prefill_policy and kv.policy(o.prefill_policy),
     draft_policy = o.draft_policy and new_policy(o.draft_policy),
     draft_reuse = o.draft_reuse,
-    graph = o.graph and not is_plain, offload = not is_plain and o.offload or nil }
+    graph = o.graph and not is_plain, offload = not is_plain and o.offload or nil,
+    tables = not is_plain and o.tables or nil }
   local seqs = { e:sequence(), e:sequence() }
   e:prefill(seqs[1], { 5, 6, 7 })
   e:prefill(seqs[2], { 9 })
@@ -145,7 +160,7 @@ function KINDS.draft(rng, n, o)
   local counts, total = counts_of(rng, n, 5)
   local tokens, taken = tokens_of(rng, total), {}
   local parents = rng(3) == 0 and not o.has_alibi and not o.window and total > n
-    and random_tree(rng, counts) or nil
+    and o.tables ~= "head" and random_tree(rng, counts) or nil
   for i = 1, n do taken[i] = parents and counts[i] or rng(counts[i] + 1) end
   return ("%s of %s without %s"):format(parents and "tree" or "draft",
     table.concat(counts, " "), table.concat(taken, " ")), function(s)

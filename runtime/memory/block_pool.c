@@ -75,17 +75,19 @@ int kvl_pool_release(kvl_pool *pool, int block) {
   return KVL_OK;
 }
 
-int kvl__pool_take(kvl_pool *p, int n, int32_t *out) {
-  if (n > p->free_count - p->watermark && n > 0)
-    return kvl__fail(KVL_ERR_NO_BLOCKS,
-                     "out of blocks: %d wanted, %d of %d free, %d kept as watermark", n,
-                     p->free_count, p->blocks, p->watermark);
+int kvl__pool_expect(const kvl_pool *p, int64_t n) {
+  if (n <= p->free_count - p->watermark || n <= 0) return KVL_OK;
+  return kvl__fail(KVL_ERR_NO_BLOCKS,
+                   "out of blocks: %lld wanted, %d of %d free, %d kept as watermark",
+                   (long long)n, p->free_count, p->blocks, p->watermark);
+}
+
+void kvl__pool_take(kvl_pool *p, int n, int32_t *out) {
   for (int i = 0; i < n; i++) {
     out[i] = p->free_list[--p->free_count];
     KVL_CHECK(p->refs[out[i]] == 0);
     p->refs[out[i]] = 1;
   }
-  return KVL_OK;
 }
 
 void kvl__pool_hold(kvl_pool *p, int32_t block) { p->refs[block]++; }

@@ -323,7 +323,7 @@ describe("a replayed step that Ctrl-C interrupts at any call of a function", fun
   end
 end)
 
-describe("a step of drafts that Ctrl-C interrupts at any call that a tally makes", function()
+describe("a step of drafts, interrupted at any call that a tally makes,", function()
   it("leaves nothing half made for the next one", function()
     local function until_drafts()
       local s = open { policy = "h2o", tier = "resident" }

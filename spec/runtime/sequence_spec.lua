@@ -1,5 +1,6 @@
 local ffi = require "ffi"
 local kv = require "kvlab"
+local support = require "spec.support"
 local C = kv.C
 
 local function pool_of(blocks, block_size, watermark)
@@ -8,9 +9,9 @@ local function pool_of(blocks, block_size, watermark)
   return ffi.gc(out[0], C.kvl_pool_close)
 end
 
-local function sequence_of(pool)
+local function sequence_of(pool, layers, heads)
   local out = ffi.new "kvl_sequence *[1]"
-  kv.check(C.kvl_sequence_open(pool, out))
+  kv.check(C.kvl_sequence_open(pool, layers or 1, heads or 1, out))
   return ffi.gc(out[0], C.kvl_sequence_close)
 end
 
@@ -38,7 +39,7 @@ end
 
 local function table_of(seq, width)
   local row, list = ffi.new("int32_t[?]", width), {}
-  kv.check(C.kvl_sequence_table(seq, row, width))
+  kv.check(C.kvl_sequence_table(seq, 0, row, width))
   for i = 0, width - 1 do list[i + 1] = row[i] end
   return list
 end
@@ -150,7 +151,7 @@ describe("sequence", function()
     append({ seq }, { 5 })
     assert.equal(C.KVL_ERR_INVALID, C.kvl_sequence_truncate(seq, 6))
     assert.equal(C.KVL_ERR_INVALID, C.kvl_sequence_truncate(seq, -1))
-    assert.equal(C.KVL_ERR_INVALID, C.kvl_sequence_table(seq, ffi.new "int32_t[1]", 1))
+    assert.equal(C.KVL_ERR_INVALID, C.kvl_sequence_table(seq, 0, ffi.new "int32_t[1]", 1))
   end)
 
   it("frees the blocks past a truncation", function()
@@ -260,5 +261,197 @@ describe("sequence", function()
     assert.same(before, table_of(b, 3))
     assert.equal(free, C.kvl_pool_blocks_free(pool))
     assert.equal(2, C.kvl_pool_block_refs(pool, before[2]))
+  end)
+end)
+
+-- ---- tables by layer and head ---------------------------------------------------------
+
+local LAYERS, HEADS = 3, 2
+
+--- The tables of a sequence, and the tokens that each holds, by cut.
+local function cuts_of(seq, width)
+  local list = {}
+  for cut = 0, LAYERS * HEADS - 1 do
+    local row, table_row = ffi.new("int32_t[?]", width), {}
+    kv.check(C.kvl_sequence_table(seq, cut, row, width))
+    for i = 0, width - 1 do table_row[i + 1] = row[i] end
+    list[cut] = { table_row, C.kvl_sequence_held(seq, cut) }
+  end
+  return list
+end
+
+--- Appends to sequences with tables by layer and head: status, places, copies.
+local function append_cuts(seqs, counts)
+  local n, total = #seqs, 0
+  local handles, tokens = ffi.new("kvl_sequence *[?]", n), ffi.new("int32_t[?]", n)
+  for i = 1, n do
+    handles[i - 1], tokens[i - 1], total = seqs[i], counts[i], total + counts[i]
+  end
+  local places = ffi.new("int64_t[?]", LAYERS * HEADS * total + 1)
+  local copies = ffi.new("int32_t[?]", 2 * n * LAYERS * HEADS)
+  return C.kvl_sequences_append(handles, tokens, n, places, copies), places, copies
+end
+
+describe("a sequence with tables by layer and head", function()
+  it("has pages of its own in every cut, and places in them", function()
+    local rng, size = support.rng(3), 4
+    local pool = pool_of(400, size)
+    local seqs = { sequence_of(pool, LAYERS, HEADS), sequence_of(pool, LAYERS, HEADS) }
+    for _ = 1, 20 do
+      local counts = { rng(7), rng(7) }
+      local total = counts[1] + counts[2]
+      local status, places = append_cuts(seqs, counts)
+      assert.equal(0, status)
+      local owner, at = {}, 0
+      for layer = 0, LAYERS - 1 do
+        for i, seq in ipairs(seqs) do
+          local cuts, length = cuts_of(seq, 64), C.kvl_sequence_length(seq)
+          for head = 0, HEADS - 1 do
+            local row, held = unpack(cuts[layer * HEADS + head])
+            assert.equal(length, held)
+            for b = 1, math.ceil(held / size) do
+              assert.is_nil(owner[row[b]])
+              owner[row[b]] = true
+            end
+            for t = 0, counts[i] - 1 do
+              local index = held - counts[i] + t
+              assert.equal(row[math.floor(index / size) + 1] * size + index % size,
+                tonumber(places[at + t]))
+            end
+            at = at + counts[i]
+          end
+        end
+      end
+      assert.equal(LAYERS * HEADS * total, at)
+    end
+  end)
+
+  it("shares every page with its fork, and copies the open ones of all cuts", function()
+    local pool = pool_of(100, 4)
+    local a = sequence_of(pool, LAYERS, HEADS)
+    append_cuts({ a }, { 6 })
+    local b = fork_of(a)
+    assert.equal(100 - 12, C.kvl_pool_blocks_free(pool))
+    local before, at_a = cuts_of(b, 4), cuts_of(a, 4)
+    local pairs_of, _, copies = append_cuts({ b }, { 1 })
+    assert.equal(LAYERS * HEADS, pairs_of)
+    local after = cuts_of(b, 4)
+    for cut = 0, LAYERS * HEADS - 1 do
+      assert.equal(before[cut][1][1], after[cut][1][1])
+      assert.equal(before[cut][1][2], copies[2 * cut])
+      assert.equal(after[cut][1][2], copies[2 * cut + 1])
+    end
+    assert.same(at_a, cuts_of(a, 4))
+    close(b)
+    close(a)
+    assert.equal(100, C.kvl_pool_blocks_free(pool))
+  end)
+
+  it("grows in all cuts or in none, and so do all sequences of an append", function()
+    local pool = pool_of(30, 4)
+    local a, b = sequence_of(pool, LAYERS, HEADS), sequence_of(pool, LAYERS, HEADS)
+    append_cuts({ a, b }, { 6, 3 }) -- 12 + 6 pages
+    local fork = fork_of(a)
+    local want = { cuts_of(fork, 8), cuts_of(b, 8) }
+    -- the fork takes 6 copies, and b needs 12 pages more, of which 6 are left
+    assert.equal(C.KVL_ERR_NO_BLOCKS, (append_cuts({ fork, b }, { 1, 6 })))
+    assert.same(want, { cuts_of(fork, 8), cuts_of(b, 8) })
+    assert.equal(12, C.kvl_pool_blocks_free(pool))
+    assert.equal(LAYERS * HEADS, (append_cuts({ fork, b }, { 1, 1 })))
+  end)
+
+  it("refuses a cut that it does not have", function()
+    local seq = sequence_of(pool_of(8, 4), LAYERS, HEADS)
+    assert.equal(C.KVL_ERR_INVALID, C.kvl_sequence_held(seq, 6))
+    local row = ffi.new "int32_t[1]"
+    assert.equal(C.KVL_ERR_INVALID, C.kvl_sequence_table(seq, -1, row, 1))
+    assert.truthy(ffi.string(C.kvl_last_error()):find "cut is %-1, expected 0 ... 5")
+  end)
+end)
+
+describe("the tables on a device", function()
+  -- What updates write to, as the device would have it.
+  local function device_of(seqs, width)
+    local out = ffi.new "kvl_tables *[1]"
+    kv.check(C.kvl_tables_open(LAYERS, HEADS, seqs, width, out))
+    local d = { handle = ffi.gc(out[0], C.kvl_tables_close), entries = {}, width = width,
+                seqs = seqs }
+    --- Brings them up to date, `room` entries at a time. Returns how many were sent.
+    function d:update(list, room)
+      local handles, sent = ffi.new("kvl_sequence *[?]", #list), 0
+      local where, to = ffi.new("int32_t[?]", room), ffi.new("int32_t[?]", room)
+      for i, seq in ipairs(list) do handles[i - 1] = seq end
+      repeat
+        local n = kv.check(C.kvl_tables_update(self.handle, handles, #list, where, to,
+          room))
+        for i = 0, n - 1 do self.entries[where[i]] = to[i] end
+        sent = sent + n
+      until n < room
+      return sent
+    end
+    function d:check(list)
+      for s, seq in ipairs(list) do
+        for cut = 0, LAYERS * HEADS - 1 do
+          local row, held = unpack(cuts_of(seq, self.width)[cut])
+          local layer, head = math.floor(cut / HEADS), cut % HEADS
+          local at = ((layer * self.seqs + s - 1) * HEADS + head) * self.width
+          for b = 1, math.ceil(held / 4) do
+            assert.equal(row[b], self.entries[at + b - 1])
+          end
+        end
+      end
+    end
+    return d
+  end
+
+  it("are those of the sequences after any changes, which alone are sent", function()
+    local rng = support.rng(5)
+    local pool = pool_of(2000, 4)
+    local d, seqs = device_of(3, 64), {}
+    for i = 1, 3 do seqs[i] = sequence_of(pool, LAYERS, HEADS) end
+    for _ = 1, 200 do
+      local kind, i = rng(6), 1 + rng(#seqs)
+      if kind == 0 and C.kvl_sequence_length(seqs[i]) > 0 then
+        kv.check(C.kvl_sequence_truncate(seqs[i], rng(C.kvl_sequence_length(seqs[i]))))
+      elseif kind == 1 then
+        local fork = fork_of(seqs[i])
+        close(seqs[1 + i % 3])
+        seqs[1 + i % 3] = fork
+      elseif kind == 2 then
+        seqs[1], seqs[i] = seqs[i], seqs[1]
+      else
+        local counts = {}
+        for s, seq in ipairs(seqs) do
+          counts[s] = C.kvl_sequence_length(seq) < 240 and rng(9) or 0
+        end
+        assert.is_true(append_cuts(seqs, counts) >= 0)
+      end
+      d:update(seqs, 1 + rng(90))
+      d:check(seqs)
+      assert.equal(0, d:update(seqs, 10))
+    end
+    local blocks = C.kvl_sequence_blocks(seqs[1])
+    append_cuts({ seqs[1] }, { 4 })
+    assert.is_true(d:update(seqs, 100) <= LAYERS * HEADS * 2)
+    assert.equal(blocks + 1, C.kvl_sequence_blocks(seqs[1]))
+    C.kvl_tables_forget(d.handle)
+    d.entries = {}
+    d:update(seqs, 7)
+    d:check(seqs)
+  end)
+
+  it("refuse sequences that are cut in another way, or are too long", function()
+    local pool = pool_of(100, 4)
+    local d, other = device_of(1, 2), sequence_of(pool)
+    local handles, room = ffi.new("kvl_sequence *[1]", other), ffi.new "int32_t[4]"
+    assert.equal(C.KVL_ERR_INVALID,
+      C.kvl_tables_update(d.handle, handles, 1, room, room, 4))
+    local long = sequence_of(pool, LAYERS, HEADS)
+    append_cuts({ long }, { 9 })
+    handles[0] = long
+    assert.equal(C.KVL_ERR_INVALID,
+      C.kvl_tables_update(d.handle, handles, 1, room, room, 4))
+    assert.matches("3 x 2 tables of up to 3 blocks, expected 3 x 2 of at most 2",
+      ffi.string(C.kvl_last_error()))
   end)
 end)

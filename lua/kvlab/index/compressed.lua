@@ -9,6 +9,7 @@
 local arguments = require "kvlab.arguments"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
+local by_page = require "kvlab.tensor.by_page"
 local objects = require "kvlab.memory.objects"
 local ops = require "kvlab.tensor.ops"
 local options = require "kvlab.options"
@@ -30,10 +31,9 @@ function M.compressed(shape, weights)
   if weights and #weights ~= size then
     error(("compressed: %d weights, expected block_size = %d"):format(#weights, size), 2)
   end
-  local memory = tensor.zeros(s.device, "f32",
-    { s.layers, s.blocks, 2, s.kv_heads, 1, s.head_dim })
-  local self = setmetatable({ shape = s, memory = memory, layers = {} }, Compressed)
-  for layer = 0, s.layers - 1 do self.layers[layer] = memory:index(layer) end
+  local memory, layers = by_page.new(tensor.zeros, s, "f32",
+    { 2, s.kv_heads, 1, s.head_dim })
+  local self = setmetatable({ shape = s, memory = memory, layers = layers }, Compressed)
   self.weights = weights and tensor.from(s.device, "f32", { 1, size, 1 }, weights)
     or tensor.full(s.device, "f32", { 1, size, 1 }, 1 / size)
   return self

@@ -159,11 +159,14 @@ function M.landmarks(shape, o)
   local dim
   dim, self.heads = kinds[o.index](self, { dim = o.dim or DIM_MAX, seed = o.seed or 0,
                                            weights = o.weights })
-  self.cache = index_cache.index_cache { layers = shape.layers, blocks = shape.blocks,
-    block_size = shape.block_size, dim = dim, rotate = o.rotate, bits = o.bits,
-    scale = o.scale, device = shape.device }
+  self.cache = index_cache.index_cache { blocks = shape.blocks,
+    layers = shape.memory_layers or shape.layers, block_size = shape.block_size,
+    dim = dim, rotate = o.rotate, bits = o.bits, scale = o.scale, device = shape.device }
   return self
 end
+
+--- Which memory of the cache is a layer's.
+local function memory_of(self, layer) return layer % self.cache.layers end
 
 local function update(self, ev)
   local s, dev, n = self.shape, self.shape.device, ev.blocks:size(0)
@@ -175,7 +178,7 @@ local function update(self, ev)
   local places = (ev.blocks * size):reshape { n, 1 } + token
   local is = token:lt(ev.num_tokens:reshape { n, 1 })
   places = is:where(places, tensor.full(dev, "i32", { n, size }, -1))
-  self.cache:append(ev.layer, self.keys(k, ev.layer),
+  self.cache:append(memory_of(self, ev.layer), self.keys(k, ev.layer),
     places:reshape { n * size }:cast "i64")
 end
 
@@ -209,7 +212,7 @@ local function logits_of(self, ctx, query, tables, lens)
   local q8, weights = self:queries(ctx, query)
   local logits = tensor.full(self.shape.device, "f32",
     { query:size(0), tables:size(1) * self.shape.block_size }, -math.huge)
-  return self.cache:logits(ctx.layer, q8, weights, tables, lens, logits)
+  return self.cache:logits(memory_of(self, ctx.layer), q8, weights, tables, lens, logits)
 end
 
 --- Counts the landmarks of all of the context's blocks.
@@ -279,7 +282,8 @@ local function select_rows(self, ctx, want, rows)
   end
   local q8, weights = self:queries(ctx, rows.query)
   return self.indexer:select_step { q = q8, weights = weights, tables = rows.tables,
-    cache = self.cache:layer(ctx.layer), lens = rows.lens, max_len = rows.max_len,
+    cache = self.cache:layer(memory_of(self, ctx.layer)), lens = rows.lens,
+    max_len = rows.max_len,
     block_size = size, out = rows.out, edit = self.edit }
 end
 

@@ -3,6 +3,7 @@
 -- once: offsets, views and the size of the buffers all follow from it.
 local arguments = require "kvlab.arguments"
 local bit = require "bit"
+local cuts = require "kvlab.memory.cuts"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
@@ -41,6 +42,8 @@ local M = {}
 ---@field turns integer           blocks that this step began or filled, or that were open
 --                                after a truncation
 ---@field placement table         what the cache's memory tier knows of the step
+---@field cuts kvlab.Cuts|nil      of tables by layer or head: the step as kernels see it.
+--                                The batch then has no places, tables and touched blocks
 local Batch = {}
 Batch.__index = Batch
 
@@ -66,19 +69,24 @@ local SECOND = {
 -- find them where they were.
 local LAST = { { "copy_from", "copies" }, { "copy_to", "copies" } }
 
---- The arrays of a batch: its own, and between them those of the memory tier, which are
--- marked and whose views go to batch.placement. `like`: a view of another array's memory.
-local function arrays_of(tier)
+--- The arrays of a batch: its own, and between them those of the memory tier, whose views
+-- go to batch.placement, and of tables by layer or head in place of some of its own those
+-- of batch.cuts. `like`: a view of another array's memory.
+local function arrays_of(tier, has_cuts)
   local list = {}
-  local function add(arrays, is_placement)
+  local function add(arrays, owner)
     for _, array in ipairs(arrays) do
-      array.is_placement = is_placement
-      list[#list + 1] = array
+      if not (has_cuts and not owner and cuts.REPLACED[array[1]]) then
+        array.owner = owner
+        list[#list + 1] = array
+      end
     end
   end
+  if has_cuts then add(cuts.FIRST, "cuts") end
   add(FIRST)
   add(SECOND)
-  add(tier.ARRAYS, true)
+  if has_cuts then add(cuts.SECOND, "cuts") end
+  add(tier.ARRAYS, "placement")
   add(LAST)
   return list
 end
@@ -130,10 +138,11 @@ local OPTIONS = {
   fixed_width = options.boolean,
 }
 
-local function fill_sizes(s, count, tokens, width, touched, copies, words)
+local function fill_sizes(self, s, count, tokens, width, touched, copies, words)
   s.words = words
   s.count, s.edges, s.tokens = count, count + 1, tokens
   s.width, s.touched, s.copies = width, touched, copies
+  if self.cuts then self.cuts:fill_sizes(s) end
   return s
 end
 
@@ -145,18 +154,20 @@ function M.new(cache, limits)
   limits = options.check("batch", limits, OPTIONS, 3)
   local seqs, tokens = limits.max_seqs or 16, limits.max_tokens or 512
   local width = math.min(limits.max_blocks or cache.blocks, cache.blocks)
+  local all_cuts = cache.cut_layers * cache.cut_heads
   cache.tier:expect_limits(seqs, tokens)
   local self = setmetatable({
     cache = cache, max_seqs = seqs, max_tokens = tokens, max_blocks = width,
-    fixed_width = limits.fixed_width and width or nil,
+    fixed_width = (limits.fixed_width or cache.tables ~= "one") and width or nil,
     host_counts = ffi.new("int32_t[?]", seqs),
-    host_copies = ffi.new("int32_t[?]", 2 * seqs),
+    host_copies = ffi.new("int32_t[?]", 2 * seqs * all_cuts),
     handles = ffi.new("kvl_sequence *[?]", seqs),
-    arrays = arrays_of(cache.tier), placement = {}, sizes = {}, layout = {},
-    uploads = {}, upload = 0, pads = {},
+    arrays = arrays_of(cache.tier, cache.tables ~= "one"), placement = {}, sizes = {},
+    layout = {}, uploads = {}, upload = 0, pads = {},
   }, Batch)
-  local most = fill_sizes({}, seqs, tokens, width,
-    M.most_touched(seqs, tokens, cache.block_size), seqs, TREE_WORDS)
+  self.cuts = cache.tables ~= "one" and cuts.new(self, seqs, width) or nil
+  local most = fill_sizes(self, {}, seqs, tokens, width,
+    M.most_touched(seqs, tokens, cache.block_size), seqs * all_cuts, TREE_WORDS)
   self.room = lay_out(self.arrays, most, {})
   self.device_ints = tensor.tensor(cache.device, "i32", { self.room })
   for i = 0, UPLOADS - 1 do
@@ -229,7 +240,7 @@ local function take_counts(self, seqs, counts, tokens)
   appends = appends + 1
   for i = 1, n do
     local handle, count = take_sequence(self, i, seqs[i], counts[i])
-    local blocks = math.ceil((C.kvl_sequence_length(handle) + count) / size)
+    local blocks = math.ceil((C.kvl_sequence_held(handle, -1) + count) / size)
     if blocks > self.max_blocks then
       fail(("append: sequence %d would have %d blocks, expected at most max_blocks = %d")
         :format(i, blocks, self.max_blocks))
@@ -300,11 +311,12 @@ end
 --- Views of the device buffer.
 local function make_views(self)
   for _, array in ipairs(self.arrays) do
-    local owner = array.is_placement and self.placement or self
+    local owner = array.owner and self[array.owner] or self
     owner[array[1]] = view_of(self, array)
   end
   local s = self.sizes
   self.width, self.touched = s.width, s.touched
+  if self.cuts then self.cuts:split() end
   self.tokens_count = s.tokens -- the last, as it says that all of it is there
 end
 
@@ -347,8 +359,6 @@ local function fill_host(self, counts, tokens, copies, parents)
   for i = 0, self.count - 1 do
     local handle, count = self.handles[i], counts[i + 1]
     local length = C.kvl_sequence_length(handle)
-    local table_row = p + o.tables + i * width
-    C.kvl_sequence_table(handle, table_row, width)
     p[o.lens + i], p[o.starts + i] = length, row
     for t = 0, count - 1 do
       p[o.positions + row + t] = length - count + t
@@ -358,7 +368,12 @@ local function fill_host(self, counts, tokens, copies, parents)
     if parents then fill_tree(self, parents, row, count, length - count) end
     row = row + count
     p[o.last + i] = row - 1
-    local first, n = touched_blocks(length, count, size)
+    local table_row, first, n = p, 0, 0
+    if not self.cuts then
+      table_row = p + o.tables + i * width
+      C.kvl_sequence_table(handle, 0, table_row, width)
+      first, n = touched_blocks(length, count, size)
+    end
     for b = first, first + n - 1 do
       p[o.blocks + touched] = table_row[b]
       p[o.block_tokens + touched] = math.min(size, length - b * size)
@@ -389,9 +404,10 @@ local function measure(self, seqs, counts, total, copies, words, is_padded)
       + math.floor(length / size) - math.floor((length - counts[i]) / size)
       + (n > 0 and seqs[i].cut_at == length - counts[i] and 1 or 0)
     local limit = M.touched_limit(counts[i], size)
-    self.pads[i] = is_padded and limit - n or 0
+    self.pads[i] = is_padded and not self.cuts and limit - n or 0
     open_limit = math.max(open_limit, limit)
-    touched, max_len = touched + n + self.pads[i], math.max(max_len, length)
+    touched = touched + (self.cuts and limit or n + self.pads[i])
+    max_len = math.max(max_len, length)
     open_max = math.max(open_max, n)
     widest = math.max(widest, C.kvl_sequence_blocks(self.handles[i - 1]))
   end
@@ -404,7 +420,7 @@ local function measure(self, seqs, counts, total, copies, words, is_padded)
     and s.width == width and s.touched == touched and s.copies == copies
     and s.words == words then return end
   self.tokens_count = nil -- until the views are there, for this step or a later one
-  fill_sizes(s, self.count, total, width, touched, copies, words)
+  fill_sizes(self, s, self.count, total, width, touched, copies, words)
   self.entries = lay_out(self.arrays, s, self.layout)
   assert(self.entries <= self.room)
 end
@@ -413,7 +429,7 @@ end
 local function lengthen(self, seqs, counts)
   C.kvl_interrupt_hold(1)
   local copies = C.kvl_sequences_append(self.handles, self.host_counts, #seqs,
-    self.host_places, self.host_copies)
+    self.host_places, self.host_copies) -- the first array, wherever it belongs
   if copies >= 0 then
     self.cache.journal:appended(seqs, counts, self.host_copies, copies)
   end
@@ -435,9 +451,11 @@ local function append(self, seqs, counts, total, tokens, parents, is_padded)
   self.seqs, self.count, self.counts = seqs, #seqs, counts
   measure(self, seqs, counts, total, copies, words_of(counts, parents), is_padded)
   fill_host(self, counts, tokens, copies, parents)
+  if self.cuts then self.cuts:fill(counts) end
   self.cache.tier:place(self)
   send(self, upload, self.entries)
   if not self.tokens_count then tensor.lasting(make_views, self) end
+  if self.cuts then self.cuts:send() end
   if copies > 0 then self.cache:copy_blocks(self.copy_from, self.copy_to) end
 end
 
@@ -456,7 +474,12 @@ end
 --                            sizes wherever the tokens begin in their blocks
 function Batch:append(seqs, counts, tokens, parents, is_padded)
   local total = take_counts(self, seqs, counts, tokens)
-  if parents ~= nil then check_parents(counts, total, parents) end
+  if parents ~= nil then
+    check_parents(counts, total, parents)
+    if self.cache.cut_heads > 1 then
+      fail "append: a draft tree does not go with tables by head, expected no parents"
+    end
+  end
   self.cache:transaction(append, self, seqs, counts, total, tokens, parents, is_padded)
   return self
 end

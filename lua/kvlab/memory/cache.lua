@@ -22,6 +22,9 @@ local M = {}
 ---@field device kvlab.Device
 ---@field layers integer
 ---@field blocks integer       blocks of each layer
+---@field tables string        one, layer or head: which tables a sequence has
+---@field pages integer        of the pool: the blocks of all layers where tables are by
+--                             layer, those of all KV heads, too, where they are by head
 ---@field block_size integer   tokens of a block
 ---@field kv_heads integer
 ---@field head_dim integer
@@ -31,7 +34,8 @@ local M = {}
 ---@field journal kvlab.Journal  what a failed step takes back
 ---@field memory kvlab.Tensor  [layers, blocks, 2, kv_heads, block_size, head_dim], or u8
 --                             [layers, blocks, bytes] of int8, on the device or, with
---                             offload, in pinned host memory
+--                             offload, in pinned host memory; of tables by layer [1,
+--                             pages, …], and by head with one KV head in a page
 local Cache = {}
 Cache.__index = Cache
 
@@ -44,8 +48,18 @@ local OPTIONS = {
   kv_heads = options.required(options.count), head_dim = options.required(options.count),
   device = kinds.device, format = options.one_of(unpack(formats.NAMES)),
   watermark = options.whole, k_scale = kinds.tensor, v_scale = kinds.tensor,
-  offload = host_tier.OFFLOAD,
+  offload = host_tier.OFFLOAD, tables = options.one_of("one", "layer", "head"),
 }
+
+--- Raises for what a cache whose tables are by layer or by head does not have.
+local function check_tables(o)
+  local lacks = o.offload and "KV in host memory"
+    or o.tables == "head" and (o.k_scale or o.v_scale) and "scales of KV heads"
+  if lacks then
+    error(("cache: tables by %s do not go with %s, expected tables = \"one\""):format(
+      o.tables, lacks), 3)
+  end
+end
 
 --- Opens KV memory for `blocks` blocks in each of `layers` layers.
 ---@param o table  layers, blocks, block_size, kv_heads, head_dim; device (--device's),
@@ -53,26 +67,39 @@ local OPTIONS = {
 --                 that an append must leave free;
 --                 k_scale, v_scale: of an f8e4m3 cache, f32 [layers, kv_heads] (1): it
 --                 holds k / k_scale;
+--                 tables ("one"): a sequence has one block table for all KV, or one for
+--                 each "layer", or for each layer and KV "head". Then pages of one pool
+--                 serve all layers and heads, and what one of them gives back, any other
+--                 can take;
 --                 offload: KV lies in host memory, with these options (host_tier.lua)
 ---@return kvlab.Cache
 function M.cache(o)
   o = options.check("cache", o, OPTIONS)
+  local tables = o.tables or "one"
+  if tables ~= "one" then check_tables(o) end
   local self = setmetatable({
-    device = device_of(o.device),
+    device = device_of(o.device), tables = tables,
+    cut_layers = tables == "one" and 1 or o.layers,
+    cut_heads = tables == "head" and o.kv_heads or 1,
     layers = o.layers, blocks = o.blocks, block_size = o.block_size,
     kv_heads = o.kv_heads, head_dim = o.head_dim, layer_views = {},
   }, Cache)
+  self.pages = o.blocks * self.cut_layers * self.cut_heads
   self.format = formats.new({ format = o.format or "bf16", layers = o.layers,
-    kv_heads = o.kv_heads, block_size = o.block_size, head_dim = o.head_dim,
+    kv_heads = o.kv_heads / self.cut_heads, block_size = o.block_size,
+    head_dim = o.head_dim,
     k_scale = o.k_scale, v_scale = o.v_scale }, 2)
   self.dtype = self.format.dtype
   self.tier = o.offload and host_tier.new(self, o.offload) or resident.new(self)
   local out = ffi.new "kvl_pool *[1]"
-  self.pool = protected.open(C.kvl_pool_close, out, C.kvl_pool_open, o.blocks,
-    o.block_size, o.watermark or 0, out)
+  self.pool = protected.open(C.kvl_pool_close, out, C.kvl_pool_open, self.pages,
+    o.block_size, (o.watermark or 0) * self.pages / o.blocks, out)
   self.journal = journal.new(self)
-  self.memory = self.tier:allocate { o.layers, o.blocks, unpack(self.format.dims) }
-  for layer = 0, o.layers - 1 do self.layer_views[layer] = self.memory:index(layer) end
+  self.memory = self.tier:allocate { o.layers / self.cut_layers, self.pages,
+    unpack(self.format.dims) }
+  for layer = 0, o.layers - 1 do
+    self.layer_views[layer] = self.memory:index(tables == "one" and layer or 0)
+  end
   M.open[self] = true
   return self
 end
@@ -85,8 +112,14 @@ function Cache:layer(layer)
       self.layers - 1))
 end
 
---- The number of blocks that no sequence holds.
-function Cache:blocks_free() return C.kvl_pool_blocks_free(self.pool) end
+--- The number of blocks that no sequence holds; of tables by layer or head, how many
+-- sequences could have in all layers and heads.
+function Cache:blocks_free()
+  return math.floor(self:pages_free() * self.blocks / self.pages)
+end
+
+--- The number of pages that no sequence holds.
+function Cache:pages_free() return C.kvl_pool_blocks_free(self.pool) end
 
 --- Makes an empty sequence.
 ---@return kvlab.Sequence
@@ -115,11 +148,12 @@ function Cache:transaction(fn, ...)
   return self.journal:transaction(fn, ...)
 end
 
---- Copies blocks in every layer; from and to are i32 [n].
+--- Copies blocks in every layer, or the pages of tables by layer or head; from and to are
+-- i32 [n].
 function Cache:copy_blocks(from, to)
   options.argument("copy_blocks", "from", from, kinds.tensor)
   options.argument("copy_blocks", "to", to, kinds.tensor)
-  for layer = 0, self.layers - 1 do
+  for layer = 0, self.layers / self.cut_layers - 1 do
     self.tier:before_copy(layer, to)
     self.format:copy(from, to, self:layer(layer))
   end
@@ -137,8 +171,10 @@ function M.pool(blocks, block_size)
   local pool = protected.open(C.kvl_pool_close, out, C.kvl_pool_open, blocks, block_size,
     0, out)
   local own = arguments.own -- it is no cache, which Cache's checks ask for
-  return { pool = pool, blocks = blocks, block_size = block_size,
-           sequence = own(Cache.sequence), blocks_free = own(Cache.blocks_free) }
+  return { pool = pool, blocks = blocks, block_size = block_size, tables = "one",
+           pages = blocks, cut_layers = 1, cut_heads = 1,
+           pages_free = own(Cache.pages_free), sequence = own(Cache.sequence),
+           blocks_free = own(Cache.blocks_free) }
 end
 
 --- Frees the memory and the blocks. Sequences of the cache raise from now on.

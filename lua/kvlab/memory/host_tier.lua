@@ -214,8 +214,14 @@ local function settle(self)
   self.is_begun, self.is_undone = false, false
 end
 
+--- The batch of the step that has begun.
+local function batch_of(self, what)
+  return self.batch or options.fail(what .. ": no step has begun, expected begin before")
+end
+
 --- A graph computed the step that began last.
 function HostTier:replayed()
+  batch_of(self, "replayed")
   self.layers_left = 0
   self:count_appended(self.step_tokens * self.layers)
 end
@@ -304,11 +310,6 @@ function HostTier:begin(batch, is_prefill)
     if batch.placement.loads > 0 then self:load_open(layer) end
   end
   self.pending = false
-end
-
---- The batch of the step that has begun.
-local function batch_of(self, what)
-  return self.batch or options.fail(what .. ": no step has begun, expected begin before")
 end
 
 --- Copies the contents that open blocks already have from the host tier to the buffer.

@@ -183,15 +183,15 @@ local Append = {}
 Append.__index = Append
 
 local function new_append(journal)
-  return setmetatable({ journal = journal, seqs = {}, count = 0, room = 0, pairs = 0 },
-    Append)
+  return setmetatable({ journal = journal, seqs = {}, count = 0, room = 0,
+    room_pairs = 0, pairs = 0 }, Append)
 end
 
-local function make_room(self, count)
-  self.room = count
+local function make_room(self, count, pairs)
   self.lengths = ffi.new("int32_t[?]", count)
-  self.copies = ffi.new("int32_t[?]", 2 * count)
+  self.copies = ffi.new("int32_t[?]", 2 * pairs)
   self.handles = ffi.new("kvl_sequence *[?]", count)
+  self.room, self.room_pairs = count, pairs
 end
 
 --- Notes that `seqs` were just lengthened by `counts` tokens each.
@@ -202,7 +202,10 @@ end
 function Journal:appended(seqs, counts, copies, pairs)
   local at = self.appends_used + 1
   local entry = self.appends[at] or new_append(self)
-  if entry.room < #seqs then make_room(entry, #seqs) end
+  if entry.room < #seqs or entry.room_pairs < pairs then
+    make_room(entry, math.max(entry.room, #seqs),
+      math.max(entry.room_pairs, #seqs, pairs))
+  end
   for i = 1, #seqs do
     entry.seqs[i] = seqs[i]
     entry.lengths[i - 1] = C.kvl_sequence_length(seqs[i].handle) - counts[i]

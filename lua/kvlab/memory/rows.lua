@@ -88,19 +88,33 @@ function Rows:begin(batch, before, open_limit)
   for i = #seqs, row + 1, -1 do seqs[i], self.counts[i] = nil, nil end
   for i = #self.own, batch.count + 1, -1 do self.first[i], self.own[i] = nil, nil end
   local b = buffers_for(self, row, batch.width)
-  self.count, self.tables, self.lens = row, b.tables, b.lens
-  batch.tables:gather_rows(batch.owners, b.tables)
-  if batch.tree then
-    batch.lens:reshape { batch.count, 1 }:gather_rows(batch.owners, b.lens_rows)
-  else
-    batch.positions:add(1, b.lens)
-  end
+  self.count, self.tables, self.lens, self.lens_rows = row, b.tables, b.lens, b.lens_rows
+  self.use_layer = batch.use_layer and Rows.use_layer_of
+  self:fill_tables()
   self.row_starts, self.opens = batch.tree and b.starts or nil, nil
   if batch.placement.opens then
     batch.placement.opens:gather_rows(batch.owners, b.opens)
     self.opens = b.opens
   end
   return self
+end
+
+--- The tables and lengths of the rows.
+function Rows:fill_tables()
+  local batch = self.batch
+  batch.tables:gather_rows(batch.owners, self.tables)
+  if batch.tree or self.use_layer then
+    batch.lens:reshape { batch.count, 1 }:gather_rows(batch.owners, self.lens_rows)
+    if not batch.tree then self.lens:sub(batch.behind, self.lens) end
+  else
+    batch.positions:add(1, self.lens)
+  end
+end
+
+--- Makes tables and lengths those of a layer, where the cache has tables by layer.
+function Rows:use_layer_of(layer)
+  if self.batch.layer ~= layer then self.batch:use_layer(layer) end
+  self:fill_tables()
 end
 
 --- Gives the views of sequences the lengths of their rows, after step_begin.

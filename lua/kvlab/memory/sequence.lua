@@ -29,7 +29,7 @@ end
 ---@return kvlab.Sequence
 function M.new(cache)
   return wrap(cache, protected.open(C.kvl_sequence_close, out_sequence,
-    C.kvl_sequence_open, cache.pool, out_sequence))
+    C.kvl_sequence_open, cache.pool, cache.cut_layers, cache.cut_heads, out_sequence))
 end
 
 --- Whether a value is a sequence, closed or not.
@@ -42,23 +42,78 @@ function M.handle(seq) return seq.handle or options.fail "the sequence is closed
 
 local handle_of = M.handle
 
---- The number of tokens so far.
+--- The number of tokens of the text so far.
 function Sequence:length() return C.kvl_sequence_length(handle_of(self)) end
---- The number of blocks held.
+--- The number of blocks held, of the table that has most.
 function Sequence:blocks() return C.kvl_sequence_blocks(handle_of(self)) end
 
---- The physical blocks in logical order.
-function Sequence:table()
+--- The number of a table: 0 unless the cache has them by layer, or by layer and head.
+local function cut_of(self, layer, head)
+  local cache = self.cache
+  local function within(name, value, count)
+    if type(value) == "number" and value % 1 == 0 and value >= 0 and value < count then
+      return value
+    end
+    options.fail(("%s is %s, expected 0 ... %d: the cache has tables by %s"):format(name,
+      options.shown(value), count - 1, cache.tables))
+  end
+  if cache.tables == "one" then return 0 end
+  return within("layer", layer, cache.cut_layers) * cache.cut_heads
+    + (cache.tables == "head" and within("head", head, cache.cut_heads) or 0)
+end
+
+--- The physical blocks in logical order, of a layer and KV head where the cache has
+-- tables by these.
+---@param layer? integer
+---@param head? integer
+function Sequence:table(layer, head)
   local n, list = self:blocks(), {}
   local row = ffi.new("int32_t[?]", n + 1)
-  check(C.kvl_sequence_table(self.handle, row, n))
+  n = check(C.kvl_sequence_table(self.handle, cut_of(self, layer, head), row, n))
   for i = 1, n do list[i] = row[i - 1] end
   return list
 end
 
-local function inherit(seq, fork)
+--- The number of tokens that are held, of a layer and KV head where the cache has tables
+-- by these: all of the text, unless some were evicted.
+---@param layer? integer
+---@param head? integer
+function Sequence:held(layer, head)
+  return check(C.kvl_sequence_held(handle_of(self), cut_of(self, layer, head)))
+end
+
+local function inherit_state(seq, fork)
   for keeper in pairs(seq.state) do
     if type(keeper) == "table" and keeper.inherit then keeper:inherit(seq, fork) end
+  end
+end
+
+local function head_length(view) return view.base:length() end
+local function head_blocks(view) return view.base:blocks() end
+local function head_table(view, layer) return view.base:table(layer, view.head) end
+
+--- The KV heads of a sequence, each as a sequence of its own: a view with a state of its
+-- own, which policies and tallies of a cache with tables by head see.
+---@return kvlab.Sequence[]
+function Sequence:heads()
+  if self.cache.cut_heads == 1 then return { self } end
+  local heads = self.head_views
+  if not heads then
+    heads = {}
+    for i = 1, self.cache.cut_heads do
+      heads[i] = setmetatable({ base = self, cache = self.cache, head = i - 1,
+        state = setmetatable({}, WEAK_KEYS), length = head_length, blocks = head_blocks,
+        table = head_table }, Sequence)
+    end
+    self.head_views = heads
+  end
+  return heads
+end
+
+local function inherit(seq, fork)
+  inherit_state(seq, fork)
+  for i = 1, seq.head_views and #seq.head_views or 0 do
+    inherit_state(seq.head_views[i], fork:heads()[i])
   end
 end
 
@@ -76,7 +131,7 @@ function Sequence:fork()
   error(why, 0)
 end
 
-local out_places, out_places_size, out_copy = nil, 0, ffi.new "int32_t[2]"
+local out_places, out_places_size, out_copies, out_copies_size = nil, 0, nil, 0
 local one_handle, one_count = ffi.new "kvl_sequence *[1]", ffi.new "int32_t[1]"
 
 --- Lengthens a sequence of whole blocks by `tokens` tokens, whose K and V something else
@@ -88,11 +143,15 @@ function Sequence:extend(tokens)
     error(("extend: the sequence has %d tokens, expected a multiple of block_size = %d")
       :format(length, self.cache.block_size), 2)
   end
-  if tokens > out_places_size then
-    out_places, out_places_size = ffi.new("int64_t[?]", tokens), tokens
+  local cuts = self.cache.cut_layers * self.cache.cut_heads
+  if tokens * cuts > out_places_size then
+    out_places, out_places_size = ffi.new("int64_t[?]", tokens * cuts), tokens * cuts
+  end
+  if cuts > out_copies_size then
+    out_copies, out_copies_size = ffi.new("int32_t[?]", 2 * cuts), cuts
   end
   one_handle[0], one_count[0] = handle_of(self), tokens
-  check(C.kvl_sequences_append(one_handle, one_count, 1, out_places, out_copy))
+  check(C.kvl_sequences_append(one_handle, one_count, 1, out_places, out_copies))
 end
 
 --- Drops the tokens past `length`.
@@ -106,8 +165,8 @@ local function view_length(view) return view.view_of_length end
 local function view_blocks(view)
   return math.ceil(view.view_of_length / view.cache.block_size)
 end
-local function view_table(view)
-  local list = view.base:table()
+local function view_table(view, layer)
+  local list = view.base:table(layer)
   for i = #list, view_blocks(view) + 1, -1 do list[i] = nil end
   return list
 end

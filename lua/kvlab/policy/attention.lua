@@ -188,9 +188,14 @@ function M.attention(o)
     end
   end
   if self.draft_policy then self.draft_policy.drafts = true end -- what it is for
+  if cache.cut_heads > 1 and o.alibi then
+    options.fail "attention: slopes of heads (alibi) do not go with tables by head"
+  end
   self.shape = {
-    device = cache.device, layers = cache.layers, blocks = cache.blocks, heads = o.heads,
-    block_size = cache.block_size, kv_heads = cache.kv_heads, head_dim = cache.head_dim,
+    device = cache.device, layers = cache.layers, blocks = cache.pages,
+    heads = o.heads / cache.cut_heads, block_size = cache.block_size,
+    kv_heads = cache.kv_heads / cache.cut_heads, head_dim = cache.head_dim,
+    memory_layers = cache.layers / cache.cut_layers,
     dtype = cache.dtype, format = cache.format, journal = cache.journal,
     scale = o.scale or 1 / math.sqrt(cache.head_dim),
     max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks),
@@ -204,8 +209,8 @@ function M.attention(o)
   end)
   self.emitters, self.watchers = kernel_hook.emitters(self.prefill_policy,
     self.decode_policy, self.draft_policy)
-  local limits = { max_seqs = o.max_seqs or 16, max_blocks = self.shape.max_blocks,
-    format = cache.format, soft_cap = o.soft_cap, alibi = o.alibi,
+  local limits = { max_seqs = (o.max_seqs or 16) * cache.cut_heads, alibi = o.alibi,
+    max_blocks = self.shape.max_blocks, format = cache.format, soft_cap = o.soft_cap,
     window = not self.windows and o.window or nil, windows = self.windows }
   self.context = context.new(self.shape, limits)
   self.dense_context = context.new(self.shape, limits)
@@ -295,6 +300,7 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft, most)
     error("begin: batch belongs to another cache", 2)
   end
   check_step(self, batch, is_prefill)
+  batch = batch.cuts or batch
   if draft and draft > 0 and not self.draft_policy then
     options.fail "begin: a step of a draft, but the attention has no draft_policy"
   end
@@ -311,7 +317,7 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft, most)
   self.cache.tier:begin(batch, is_prefill)
   local ctx = begin_context(self, batch, is_prefill, is_draft and draft or nil, most)
   self.reuse_role = self.reuse and is_draft and self.reuse:role(draft, ctx) or nil
-  ctx.ends_prompts = ends_prompts
+  ctx.ends_prompts = self:each_head(ends_prompts)
   if ctx.policy.step_begin then ctx.policy:step_begin(ctx) end
   for i = 1, is_prefill and #self.watchers or 0 do
     local watcher = self.watchers[i]
@@ -320,6 +326,8 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft, most)
   if ctx.is_rows then (is_draft and self.draft_rows or self.rows):lengthen() end
 end
 
+--- Takes back the newest counts[i] tokens of row i of the step's sequences, which are
+-- those of their heads where tables are by head.
 local function take_back(self, counts)
   local batch, kept = self.rows.batch, {}
   self.cache.journal:take_back(self.step, self.rows.first, self.rows.own, counts)
@@ -330,12 +338,25 @@ local function take_back(self, counts)
   for i = 1, batch.count do
     local seq, taken = batch.seqs[i], counts[i]
     if taken > 0 then
-      seq:truncate(seq:length() - taken)
+      if (seq.head or 0) == 0 then
+        local whole = seq.head and seq.base or seq
+        whole:truncate(whole:length() - taken)
+      end
       for _, p in ipairs(self.keepers) do
         if p.take_back then p:take_back(seq, taken) end
       end
     end
   end
+end
+
+--- A value for each sequence, for each of their heads where tables are by head.
+---@param values table|nil
+function Attention:each_head(values)
+  local heads = self.cache.cut_heads
+  if not values or heads == 1 then return values end
+  local list = {}
+  for i = 1, #values * heads do list[i] = values[math.ceil(i / heads)] end
+  return list
 end
 
 --- Takes back tokens of the decode step that this attention computed last, such as those
@@ -351,6 +372,7 @@ function Attention:take_back(counts)
   if not self.context.is_rows or self.context.is_draft then
     options.fail "take_back: the last step was none that decoded several tokens"
   end
+  counts = self:each_head(counts)
   local problem = step:check_taken("take_back", counts)
   if problem then options.fail(problem) end
   if self.shape.has_tally and not self.step.is_known then
@@ -405,10 +427,17 @@ end
 ---@return kvlab.Tensor out  [tokens, heads, head_dim]
 function Attention:forward(layer, q, k, v, out)
   local ctx = self.context
-  local ev, p = ctx.event, ctx.policy
+  local ev, p, cuts = ctx.event, ctx.policy, ctx.batch and ctx.batch.cuts
   if not p then options.fail "forward: no step has begun, expected begin before" end
   ev.layer = layer
-  ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, ctx.batch,
+  local wanted = out
+  if cuts then
+    cuts:use_layer(layer)
+    q, k, v = cuts:enter(q), cuts:enter(k), cuts:enter(v)
+    out = cuts:room(q, out)
+    ev.blocks, ev.num_tokens = cuts.blocks, cuts.block_tokens
+  end
+  ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, cuts or ctx.batch,
     self.inv_freqs and self.inv_freqs[layer])
   local hook = ctx.is_prefill and "on_prefill_offload" or "on_decode_offload"
   call_hook(self, hook, ev, true)
@@ -440,7 +469,7 @@ function Attention:forward(layer, q, k, v, out)
   if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
   if self.decode_reader.bring_ahead and not ctx.is_rows then bring_ahead(self, ctx) end
   if ctx.reads then ctx.reads:end_layer(ctx, self.probe ~= nil) end
-  return out
+  return cuts and cuts:leave(out, wanted) or out
 end
 
 --- Attention of ctx.query over a selection (nil: every block), written to `out`, and its
@@ -534,27 +563,26 @@ function Attention:scratch(ctx)
   return s[1], s[2], s[3]
 end
 
---- Tells the policies that the server begins to serve a sequence.
-function Attention:request_begin(seq)
+local function call_for_heads(self, hook, seq)
   each_policy(self, function(p)
-    if p.request_begin then p:request_begin(seq) end
+    for _, one in ipairs(p[hook] and (self.cache.cut_heads > 1 and seq:heads() or { seq })
+      or {}) do p[hook](p, one) end
   end)
 end
+
+--- Tells the policies that the server begins to serve a sequence.
+function Attention:request_begin(seq) call_for_heads(self, "request_begin", seq) end
 
 --- Tells the policies that a sequence ends; they forget what they keep for it.
-function Attention:request_finished(seq)
-  each_policy(self, function(p)
-    if p.request_finished then p:request_finished(seq) end
-  end)
-end
+function Attention:request_finished(seq) call_for_heads(self, "request_finished", seq) end
 
---- Shows a policy the K of blocks, in every layer.
-local function show_to(self, p, blocks, tokens)
+--- Shows a policy the K of blocks, in layers first ... last.
+local function show_to(self, p, blocks, tokens, first, last)
   local dev = self.cache.device
   local ids = tensor.from(dev, "i32", { #blocks }, blocks)
   local ev = { blocks = ids, k_blocks = ids, turns = #blocks,
                num_tokens = tensor.from(dev, "i32", { #blocks }, tokens) }
-  for layer = 0, self.cache.layers - 1 do
+  for layer = first, last do
     ev.layer, ev.k = layer, self.cache:layer(layer)
     p:on_prefill_offload(ev)
   end
@@ -579,7 +607,9 @@ function Attention:show(blocks, tokens, keys)
         new[#new + 1], new_tokens[#new_tokens + 1] = block, tokens[i]
       end
     end
-    if #new > 0 then tensor.scope(show_to, self, p, new, new_tokens) end
+    if #new > 0 then
+      tensor.scope(show_to, self, p, new, new_tokens, 0, self.cache.layers - 1)
+    end
   end)
 end
 
@@ -608,16 +638,25 @@ function Attention:adopt(seqs)
         :format(p.name), 4)
     end
   end)
-  local ids, tokens, size = {}, {}, self.cache.block_size
-  for _, seq in ipairs(seqs) do
-    local length = seq:length()
-    self:request_begin(seq)
-    for b, block in ipairs(seq:table()) do
-      ids[#ids + 1] = block
-      tokens[#tokens + 1] = math.min(size, length - (b - 1) * size)
+  local cache = self.cache
+  local size, layers = cache.block_size, cache.layers / cache.cut_layers
+  for _, seq in ipairs(seqs) do self:request_begin(seq) end
+  for cut = 0, cache.cut_layers - 1 do -- the layers that have tables in common
+    local ids, tokens = {}, {}
+    for i = 0, #seqs * cache.cut_heads - 1 do
+      local seq, head = seqs[math.floor(i / cache.cut_heads) + 1], i % cache.cut_heads
+      local held = seq:held(cut, head)
+      for b, block in ipairs(seq:table(cut, head)) do
+        ids[#ids + 1] = block
+        tokens[#tokens + 1] = math.min(size, held - (b - 1) * size)
+      end
     end
+    each_policy(self, function(p)
+      if p.on_prefill_offload and #ids > 0 then
+        tensor.scope(show_to, self, p, ids, tokens, cut * layers, (cut + 1) * layers - 1)
+      end
+    end)
   end
-  self:show(ids, tokens)
 end
 
 --- Makes the policies forget everything; the sequences are not changed.

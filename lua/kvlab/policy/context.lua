@@ -213,6 +213,15 @@ function Context:begin(batch, is_prefill, starts)
   end
 end
 
+--- Makes tables and lens those of a layer, where the cache has tables by layer. A step
+-- does so in each layer; call it in step_begin to work on several layers there.
+function Context:use_layer(layer)
+  local step = self.batch
+  if not step.use_layer then return end
+  step:use_layer(layer)
+  self.tables, self.lens = step.tables, step.lens
+end
+
 --- Points the context at a layer of the step. The tensors of the layer before go back to
 -- their pools.
 ---@param layer integer
@@ -223,6 +232,7 @@ function Context:begin_layer(layer, query, memory)
   if self.windows then
     self.window = options.entry("begin_layer", "layer", self.windows, layer)
   end
+  self:use_layer(layer)
   give_back(self.scores)
   give_back(self.selections)
   if self.dense then self.dense:begin_layer(layer, query, memory) end
@@ -329,8 +339,9 @@ end
 function Context:ramp(low, high)
   local r = self.ramps[self.shape_number] or tensor.lasting(make_ramps, self)
   self.ramps[self.shape_number] = r
-  if r.step ~= self.step then -- the ramp from 0 to 1 is made once a step
-    r.step = self.step
+  local layer = self.batch.use_layer and self.layer or 0
+  if r.step ~= self.step or r.layer ~= layer then -- the ramp from 0 to 1, made once
+    r.step, r.layer = self.step, layer
     self.lens:sub(1, r.blocks):div(self.block_size, r.blocks) -- number of blocks - 1
     r.blocks:maximum(1, r.blocks):cast("f32", r.floats)
     r.columns:div(r.steps, r.ramp)

@@ -10,6 +10,7 @@
 -- Source  Charikar 2002 (random planes); UCM's GSA on-device (hashes of keys, orthogonal
 --         planes, the least distance of a block's tokens)
 local arguments = require "kvlab.arguments"
+local by_page = require "kvlab.tensor.by_page"
 local ffi = require "ffi"
 local device = require "kvlab.tensor.device"
 local kinds = require "kvlab.tensor.kinds"
@@ -112,19 +113,19 @@ function M.summary(shape, o)
     error(("hash: hash_planes is %s, expected bits = %d: a plane makes a bit"):format(
       tostring(o.hash_planes), bits), 2)
   end
-  local dims = { shape.layers, shape.blocks, shape.kv_heads, math.ceil(bits / 64) }
-  if per == "token" then table.insert(dims, 4, shape.block_size) end
-  local memory, layers = tensor.zeros(shape.device, "u64", dims), {}
-  for layer = 0, shape.layers - 1 do layers[layer] = memory:index(layer) end
+  local dims = { shape.kv_heads, math.ceil(bits / 64) }
+  if per == "token" then table.insert(dims, 2, shape.block_size) end
+  local memory, layers = by_page.new(tensor.zeros, shape, "u64", dims)
   local planes = M.planes { device = shape.device, bits = bits, head_dim = shape.head_dim,
     kind = o.planes, seed = o.seed }
-  local rows = shape.layers * shape.blocks
+  local count = memory:size(0)
+  local rows = count * shape.blocks
   return setmetatable({ bits = bits, per = per, planes = planes, memory = memory,
     format = shape.format,
     layers = layers, cache = M.cache { size = o.cache_size },
     rows = memory:reshape { rows, memory.count / math.max(1, rows) },
-    first_rows = tensor.arange(shape.device, "i32", shape.layers, 0, shape.blocks),
-    block_rows = tensor.tensor(shape.device, "i32", { shape.layers }) }, Hashes)
+    first_rows = tensor.arange(shape.device, "i32", count, 0, shape.blocks),
+    block_rows = tensor.tensor(shape.device, "i32", { count }) }, Hashes)
 end
 
 --- Computes the hashes of an offload event's blocks again.
@@ -205,6 +206,7 @@ function Centred:update(ev) self.means:update(ev) end
 --- Hashes blocks first ... last - 1 of sequence i of a step, in one layer.
 local function hash_full(self, ctx, i, layer, first, last)
   local s, words = self.shape, self.layers[layer]:size(2)
+  if ctx.use_layer then ctx:use_layer(layer) end
   local blocks = ctx.tables:index(i):narrow(0, last)
   local means = self.means:layer(layer):reshape { s.blocks, s.kv_heads * s.head_dim }
     :gather_rows(blocks)

@@ -2,6 +2,7 @@
 -- score. There is one entry for every physical block, so sequences that share a block
 -- share its summary.
 local arguments = require "kvlab.arguments"
+local by_page = require "kvlab.tensor.by_page"
 local library = require "kvlab.library"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
@@ -19,9 +20,7 @@ local Keys = {}
 Keys.__index = Keys
 
 local function new(kind, shape, dtype, dims, values)
-  local memory = tensor.tensor(shape.device, dtype, dims)
-  local layers = {}
-  for layer = 0, shape.layers - 1 do layers[layer] = memory:index(layer) end
+  local memory, layers = by_page.new(by_page.open, shape, dtype, dims)
   return setmetatable({ update_op = kind, shape = shape, layers = layers,
     memory = memory, values = values, dtype = dtype }, Summary)
 end
@@ -32,14 +31,14 @@ end
 ---@return kvlab.Summary
 function M.minmax(shape)
   return new(C.kvl_block_minmax, shape, shape.dtype,
-    { shape.layers, shape.blocks, 2, shape.kv_heads, shape.head_dim }, 2 * shape.head_dim)
+    { 2, shape.kv_heads, shape.head_dim }, 2 * shape.head_dim)
 end
 
 --- Mean of K: f32 [layers, blocks, kv_heads, head_dim].
 ---@return kvlab.Summary
 function M.mean(shape)
   return new(C.kvl_block_mean, shape, "f32",
-    { shape.layers, shape.blocks, shape.kv_heads, shape.head_dim }, shape.head_dim)
+    { shape.kv_heads, shape.head_dim }, shape.head_dim)
 end
 
 --- For each row of keys k [rows, n, head_dim]: of its first tokens[row] keys, the mean of
@@ -111,10 +110,12 @@ end
 function M.keys(shape)
   local s = shape
   local head = tensor.arange(s.device, "i32", s.kv_heads)
-  local memory = tensor.tensor(s.device, s.dtype,
-    { s.layers, s.blocks * s.kv_heads, s.block_size * s.head_dim })
+  local width = s.block_size * s.head_dim
+  local memory, pages = by_page.new(by_page.open, s, s.dtype, { s.kv_heads, width })
   local layers = {}
-  for layer = 0, s.layers - 1 do layers[layer] = memory:index(layer) end
+  for layer, page in pairs(pages) do
+    layers[layer] = page:reshape { s.blocks * s.kv_heads, width }
+  end
   return setmetatable({ shape = s, layers = layers, memory = memory,
     head_across = head:reshape { 1, s.kv_heads },
   }, Keys)
@@ -133,7 +134,8 @@ end
 
 --- The rows of the first n blocks of sequence `seq` of a step in [blocks * kv_heads, …]:
 -- i32 [kv_heads * n].
-local function rows_of(shape, ctx, seq, n)
+local function rows_of(shape, ctx, layer, seq, n)
+  if ctx.use_layer then ctx:use_layer(layer) end
   local heads = tensor.arange(shape.device, "i32", shape.kv_heads)
   local rows = ctx.tables:index(seq):narrow(0, n):reshape { 1, n } * shape.kv_heads
     + heads:reshape { shape.kv_heads, 1 }
@@ -142,8 +144,7 @@ end
 
 --- Counts the entries of n blocks of one layer.
 local function count_gathered(self, ctx, n)
-  local s = self.shape
-  if ctx.reads then ctx.reads:add(n * self.memory:bytes() / (s.layers * s.blocks)) end
+  if ctx.reads then ctx.reads:add(n * by_page.bytes(self.memory)) end
 end
 
 --- The keys of the first n blocks of sequence `seq` of a step: a new tensor [kv_heads, n
@@ -153,7 +154,7 @@ function Keys:gather(ctx, layer, seq, n)
   local s = self.shape
   count_gathered(self, ctx, n)
   return options.entry("gather", "layer", self.layers, layer)
-    :gather_rows(rows_of(s, ctx, seq, n))
+    :gather_rows(rows_of(s, ctx, layer, seq, n))
     :reshape { s.kv_heads, n * s.block_size, s.head_dim }
 end
 
@@ -164,7 +165,7 @@ function Summary:gather(ctx, layer, seq, n)
   count_gathered(self, ctx, n)
   return options.entry("gather", "layer", self.layers, layer)
     :reshape { s.blocks * s.kv_heads, s.head_dim }
-    :gather_rows(rows_of(s, ctx, seq, n)):reshape { s.kv_heads, n, s.head_dim }
+    :gather_rows(rows_of(s, ctx, layer, seq, n)):reshape { s.kv_heads, n, s.head_dim }
 end
 
 --- Computes the summaries of an offload event's blocks again from their K.

@@ -80,7 +80,7 @@ end
 local function find_free(self)
   for row = 0, self.row_count - 1 do
     local owner = self.owners[row]
-    if not owner or not owner.handle then return row end
+    if not owner or not (owner.head and owner.base or owner).handle then return row end
   end
   tensor.lasting(grow, self)
   return self.row_count / 2
@@ -334,7 +334,7 @@ end
 local function add_row_views(self, ctx, v)
   local cells_row = self.heads * ctx.width
   v.row_places = rows_of(v.places, ctx.seqs, cells_row)
-  v.rows = rows_of(v.values, ctx.seqs, cells_row) -- the last, as it says that all is there
+  v.rows = rows_of(v.values, ctx.seqs, cells_row) -- the last: it says that all is there
 end
 
 --- Makes the values of each row those after it, keeps them in the entry, and gives all

@@ -60,7 +60,7 @@ end
 --- Shortens a sequence to `length` tokens. Blocks that nobody else holds stay for others.
 function PrefixCache:truncate(seq, length)
   local row, pool = self.row, self.memory.pool
-  local n = check(C.kvl_sequence_table(seq.handle, row, seq:blocks()))
+  local n = check(C.kvl_sequence_table(seq.handle, 0, row, seq:blocks()))
   seq:truncate(length)
   for i = n - 1, seq:blocks(), -1 do
     local block = row[i]

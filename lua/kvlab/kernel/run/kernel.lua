@@ -1,6 +1,7 @@
 --- Kernels of expressions on a device: compiled or taken from the cache, given their
 -- arguments, and launched. A policy gets them by kernel.attach.
 local ffi = require "ffi"
+local by_page = require "kvlab.tensor.by_page"
 local cache = require "kvlab.kernel.run.cache"
 local compiler = require "kvlab.kernel.run.compiler"
 local expression = require "kvlab.kernel.expression.expression"
@@ -271,11 +272,9 @@ Fields.__index = Fields
 local STATE = {} -- the key of what a summary has besides its fields, whose names it keeps
 
 local function new_field(shape, plan, root)
-  local dims = { shape.layers, shape.blocks, shape.kv_heads }
+  local dims = { shape.kv_heads }
   for _, dim in ipairs(root.node.dims) do dims[#dims + 1] = plan.sizes[dim] end
-  local memory = tensor.tensor(shape.device, root.dtype, dims)
-  local layers = {}
-  for layer = 0, shape.layers - 1 do layers[layer] = memory:index(layer) end
+  local memory, layers = by_page.new(by_page.open, shape, root.dtype, dims)
   return setmetatable({ memory = memory, layers = layers, dtype = root.dtype,
     bytes = root.count * C.kvl_dtype_bytes(library.dtypes[root.dtype]) }, Field)
 end

@@ -1,0 +1,27 @@
+/* The inside of a sequence, for sequence.c and tables.c. */
+#ifndef KVL_SEQUENCE_H
+#define KVL_SEQUENCE_H
+
+#include "memory/block_pool.h"
+
+struct kvl_sequence {
+  kvl_pool *pool;
+  int layers, heads, cuts; /* cuts = layers * heads */
+  int length, capacity;    /* capacity: entries of each cut's table */
+  int floor;               /* the length at the last eviction, 0 before one */
+  int64_t serial, edits;   /* which sequence it is; changes of its tables but by growth */
+  int32_t *held;           /* [cuts] */
+  int32_t *blocks;         /* [cuts, capacity] */
+};
+
+static inline int kvl__blocks_for(const kvl_pool *p, int64_t tokens) {
+  return (int)((tokens + p->block_size - 1) / p->block_size);
+}
+static inline int kvl__count(const kvl_sequence *s, int cut) {
+  return kvl__blocks_for(s->pool, s->held[cut]);
+}
+static inline int32_t *kvl__table(const kvl_sequence *s, int cut) {
+  return s->blocks + (int64_t)cut * s->capacity;
+}
+
+#endif
