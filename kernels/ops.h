@@ -54,6 +54,8 @@
   X(hot_resolve)       \
   X(hot_append)        \
   X(hot_drop)          \
+  X(copy_tokens)       \
+  X(replace)           \
   X(vllm_append)       \
   X(vllm_attention)    \
   X(rope_append)       \

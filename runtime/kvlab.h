@@ -385,7 +385,7 @@ int kvl_pool_release(kvl_pool *pool, int block);
  * and head h is its cut l * heads + h. Errors: INVALID, NO_MEMORY. */
 int kvl_sequence_open(kvl_pool *pool, int layers, int heads, kvl_sequence **out);
 /* Opens a sequence of the same tokens that shares every block with seq. */
-int kvl_sequence_fork(const kvl_sequence *seq, kvl_sequence **out);
+int kvl_sequence_fork(kvl_sequence *seq, kvl_sequence **out);
 /* Lengthens a sequence of whole blocks by n full blocks in each cut that somebody else holds
  * already; it shares them. blocks: i32[cuts, n]. Errors: INVALID if the sequence's length is
  * not a multiple of block_size, or a block is free or out of range; NO_MEMORY. */
@@ -402,13 +402,15 @@ int kvl_sequence_held(const kvl_sequence *seq, int cut);
  *  tokens  i32[n]
  *  places  i64[layers, heads * sum of tokens]
  *                              place (block * block_size + offset) of each new token; those
- *                              of a sequence follow those of the one before, head after head
+ *                              of a sequence follow those of the one before, head after head.
+ *                              -1 in a cut that is full: the token takes another one's place
  *  copies  i32[2 * n * cuts]   pairs (from, to): a last block that was shared and partly full
  *                              was replaced; copy its memory before you append
  * Returns the number of pairs. Errors: INVALID, NO_BLOCKS, NO_MEMORY. */
 int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n,
                          int64_t *places, int32_t *copies);
-/* Shortens the sequence to `length` tokens and frees the blocks past them. */
+/* Shortens the sequence to `length` tokens and frees the blocks past them. Errors: INVALID if
+ * other tokens were evicted since. */
 int kvl_sequence_truncate(kvl_sequence *seq, int length);
 /* Takes back an append: shortens sequence i to lengths[i] tokens, its length before, and
  * puts each shared block back in the place of its copy.
@@ -419,6 +421,19 @@ int kvl_sequence_truncate(kvl_sequence *seq, int length);
  * Errors: INVALID; then nothing has changed. */
 int kvl_sequences_rewind(kvl_sequence *const *seqs, const int32_t *lengths, int n,
                          const int32_t *copies, int pairs);
+/* Evicts tokens for good. Cut c keeps kept[c] of its tokens, and holds at most caps[c] from now
+ * on: tokens that are appended later take the places of others. Where it keeps fewer than it
+ * holds, it gets new blocks, whose memory the caller fills, and drops the old ones. May take
+ * blocks of the watermark. The text keeps its length. Errors: INVALID, NO_BLOCKS; then nothing
+ * has changed. */
+int kvl_sequence_keep(kvl_sequence *seq, const int32_t *kept, const int32_t *caps);
+/* Replaces at most `room` blocks that others have, too, by new ones: copies gets pairs (from,
+ * to), whose memory the caller copies. Returns how many: if `room`, there may be more. Errors:
+ * NO_BLOCKS, after which `copies` is not known: close the sequence. */
+int kvl_sequence_unshare(kvl_sequence *seq, int32_t *copies, int room);
+/* Two sequences of one cache change places: each has the text, the blocks and the caps of the
+ * other. Errors: INVALID. */
+int kvl_sequence_swap(kvl_sequence *a, kvl_sequence *b);
 /* Writes the block table of a cut, padded with -1 to `width`. Returns how many blocks it has.
  * Errors: INVALID if the table is longer. */
 int kvl_sequence_table(const kvl_sequence *seq, int cut, int32_t *row, int width);
@@ -669,6 +684,44 @@ int kvl_select_hamming(const kvl_hamming *call);
 int kvl_trim_selection(const kvl_tensor *weights, const kvl_tensor *lens, int block_size,
                        double mass, int sink, int recent, const kvl_tensor *selection,
                        const kvl_tensor *counts);
+
+/* ---- eviction -------------------------------------------------------------------------- */
+/* A sequence may hold fewer tokens than its text has. Then the index of a token, its number
+ * among those that are held, is not its position in the text. */
+
+/* Copies keys and values of tokens, of every KV head: token to[i] of dst is token from[i] of
+ * src, each by its place, block * block_size + offset. An entry that is out of range on either
+ * side is skipped. No token may be written twice, or be both read and written.
+ *  src, dst  like a cache, or as format says; may be the same memory
+ *  from, to  i64  [n] */
+int kvl_copy_tokens(const kvl_tensor *src, const kvl_tensor *from, const kvl_tensor *dst,
+                    const kvl_tensor *to, const kvl_format *format);
+
+/* Finds where a step's new tokens go, one for each row, after the append. Where wanted is a
+ * place, the row has room: the new token is its last, of index lens - 1. Where it is negative,
+ * the row is full: the new token takes the place of the one with the lowest score, of equal
+ * scores the one that comes first in the text. NaN counts as the lowest score. The tokens at
+ * positions below `sink` and the newest `recent`, the new one included, stay as long as there
+ * are others.
+ *  scores        f32  [rows, n]  NULL: the positions, so that the oldest token goes
+ *  positions     f32  [1, cells]  those of row r begin at firsts[r]. Changed: that of the new
+ *                                 token is written
+ *  firsts        i32  [rows, 1]
+ *  tables        i32  [rows, max_blocks]
+ *  lens, now     i32  [rows]      tokens that a row holds; the new token's position
+ *  wanted        i64  [rows]      as kvl_sequences_append wrote it
+ *  index         i32  [rows]      the new token's index
+ *  replaced      f32  [rows]      the position that stood there before
+ *  places        i64  [rows]
+ *  blocks        i32  [rows]      the block that the new token lies in
+ *  block_tokens  i32  [rows]      valid tokens in it */
+typedef struct kvl_replacement {
+  const kvl_tensor *scores, *positions, *firsts, *tables, *lens, *now, *wanted;
+  const kvl_tensor *index, *replaced, *places, *blocks, *block_tokens;
+  int32_t block_size, sink, recent;
+  int32_t reserved;
+} kvl_replacement;
+int kvl_replace(const kvl_replacement *call);
 
 /* ---- index-K: what a lightning indexer scores with ------------------------------------- */
 /* An indexer scores every token by one small key that all of the indexer's heads share;

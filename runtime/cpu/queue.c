@@ -13,6 +13,7 @@
 #include "cpu/queue.h"
 #include "args/attention.h"
 #include "args/elementwise.h"
+#include "args/evict.h"
 #include "args/index.h"
 #include "args/linear.h"
 #include "args/offload.h"

@@ -14,7 +14,7 @@ int kvl_sequence_open(kvl_pool *pool, int layers, int heads, kvl_sequence **out)
     return kvl__fail(KVL_ERR_INVALID, "sequence: %d layers of %d heads, expected 1 ... 4096",
                      layers, heads);
   const int cuts = layers * heads;
-  kvl_sequence *s = kvl__malloc(sizeof *s + (size_t)cuts * sizeof *s->held, "a sequence");
+  kvl_sequence *s = kvl__malloc(sizeof *s + (size_t)cuts * 3 * sizeof *s->held, "a sequence");
   if (!s) return KVL_ERR_NO_MEMORY;
   *s = (kvl_sequence){.pool = pool,
                       .layers = layers,
@@ -22,7 +22,10 @@ int kvl_sequence_open(kvl_pool *pool, int layers, int heads, kvl_sequence **out)
                       .cuts = cuts,
                       .serial = ++pool->opened,
                       .held = (int32_t *)(s + 1)};
-  memset(s->held, 0, (size_t)cuts * sizeof *s->held);
+  s->base = s->held + cuts;
+  s->cap = s->base + cuts;
+  memset(s->held, 0, (size_t)cuts * 2 * sizeof *s->held);
+  for (int c = 0; c < cuts; c++) s->cap[c] = INT32_MAX;
   pool->holders++;
   *out = s;
   return KVL_OK;
@@ -44,7 +47,7 @@ static int grow(kvl_sequence *s, int count) {
   return KVL_OK;
 }
 
-int kvl_sequence_fork(const kvl_sequence *seq, kvl_sequence **out) {
+int kvl_sequence_fork(kvl_sequence *seq, kvl_sequence **out) {
   KVL__NEED(seq);
   KVL__NEED(out);
   kvl_sequence *s;
@@ -61,10 +64,11 @@ int kvl_sequence_fork(const kvl_sequence *seq, kvl_sequence **out) {
       kvl__table(s, c)[i] = from[i];
       kvl__pool_hold(s->pool, from[i]);
     }
-    s->held[c] = seq->held[c];
+    s->held[c] = seq->held[c], s->base[c] = seq->base[c], s->cap[c] = seq->cap[c];
   }
   s->length = seq->length;
   s->floor = seq->floor;
+  s->may_share = seq->may_share = 1;
   *out = s;
   return KVL_OK;
 }
@@ -106,6 +110,7 @@ int kvl_sequence_share(kvl_sequence *seq, const int32_t *blocks, int n) {
     seq->held[c] += n * p->block_size;
   }
   seq->length += n * p->block_size;
+  seq->may_share = 1;
   return KVL_OK;
 }
 
@@ -118,9 +123,17 @@ static void drop(kvl_sequence *seq, int cut, int held) {
   seq->held[cut] = held;
 }
 
+static void shorten(kvl_sequence *seq, int length) {
+  for (int c = 0; c < seq->cuts; c++) drop(seq, c, length ? kvl__held_at(seq, c, length) : 0);
+  seq->length = length;
+  if (length > 0) return;
+  seq->floor = 0;
+  for (int c = 0; c < seq->cuts; c++) seq->base[c] = 0, seq->cap[c] = INT32_MAX;
+}
+
 void kvl_sequence_close(kvl_sequence *seq) {
   if (!seq) return;
-  kvl_sequence_truncate(seq, 0);
+  shorten(seq, 0);
   kvl__pool_unref(seq->pool);
   free(seq->blocks);
   free(seq);
@@ -160,6 +173,20 @@ static int is_open_shared(const kvl_sequence *seq, int cut) {
          seq->pool->refs[kvl__table(seq, cut)[kvl__count(seq, cut) - 1]] > 1;
 }
 
+/* Fails if a token would take a place in a page that others have, too. */
+static int expect_own_pages(kvl_sequence *seq) {
+  if (!seq->may_share) return KVL_OK;
+  for (int c = 0; c < seq->cuts; c++)
+    for (int i = 0; i < kvl__count(seq, c); i++)
+      if (seq->pool->refs[kvl__table(seq, c)[i]] > 1)
+        return kvl__fail(KVL_ERR_INVALID,
+                         "append: a token would be evicted from block %d, which is shared: "
+                         "unshare the sequence first",
+                         kvl__table(seq, c)[i]);
+  seq->may_share = 0;
+  return KVL_OK;
+}
+
 /* Lengthens one sequence. Returns how many copies take the place of last blocks; copies =
  * {from, to, ...}. Its places are those of cut after cut: a layer's begin `layer` entries
  * after the one's before, and the heads of a layer lie one after the other. */
@@ -172,19 +199,33 @@ static int append(kvl_sequence *seq, int tokens, int64_t *places, int64_t layer,
   if (tokens == 0) return 0;
   const int size = p->block_size;
   int64_t need = 0;
-  for (int c = 0; c < seq->cuts; c++)
-    need += kvl__blocks_for(p, (int64_t)seq->held[c] + tokens) - kvl__count(seq, c) +
-            is_open_shared(seq, c);
-  int status = grow(
-      seq, kvl__blocks_for(p, (int64_t)kvl_sequence_blocks(seq) * size + tokens) + 1);
-  if (status < 0) return status; /* one more: room for the copy */
-  status = kvl__pool_expect(p, need);
+  int widest = 0, is_full = 0;
+  for (int c = 0; c < seq->cuts; c++) {
+    const int held = kvl__held_at(seq, c, (int64_t)seq->length + tokens);
+    is_full |= held < seq->held[c] + tokens;
+    widest = held > widest ? held : widest;
+    need += kvl__blocks_for(p, held) - kvl__count(seq, c) +
+            (held > seq->held[c] && is_open_shared(seq, c));
+  }
+  if (is_full && tokens > 1)
+    return kvl__fail(KVL_ERR_INVALID,
+                     "append: tokens is %d, expected 1: each takes the place of another one",
+                     tokens);
+  int status = is_full ? expect_own_pages(seq) : KVL_OK;
+  if (status == KVL_OK) status = grow(seq, kvl__blocks_for(p, widest) + 1);
+  if (status == KVL_OK) status = kvl__pool_expect(p, need); /* one more: room for the copy */
   if (status < 0) return status;
   int copied = 0;
   for (int c = 0; c < seq->cuts; c++) {
+    int64_t *at = places + c / seq->heads * layer + (int64_t)(c % seq->heads) * tokens;
+    const int held = seq->held[c], now = kvl__held_at(seq, c, (int64_t)seq->length + tokens);
+    if (now == held) {
+      at[0] = -1;
+      continue;
+    }
     int32_t *row = kvl__table(seq, c);
-    const int old = kvl__count(seq, c), shared = is_open_shared(seq, c), held = seq->held[c];
-    const int count = kvl__blocks_for(p, (int64_t)held + tokens);
+    const int old = kvl__count(seq, c), shared = is_open_shared(seq, c);
+    const int count = kvl__blocks_for(p, now);
     kvl__pool_take(p, count - old + shared, row + old);
     if (shared) {
       int32_t *copy = copies + 2 * copied++;
@@ -192,12 +233,11 @@ static int append(kvl_sequence *seq, int tokens, int64_t *places, int64_t layer,
       kvl__pool_release(p, copy[0]);
       row[old - 1] = copy[1];
     }
-    int64_t *at = places + c / seq->heads * layer + (int64_t)(c % seq->heads) * tokens;
     for (int i = 0; i < tokens; i++) {
       int index = held + i;
       at[i] = (int64_t)row[index / size] * size + index % size;
     }
-    seq->held[c] += tokens;
+    seq->held[c] = now;
   }
   seq->edits += copied > 0;
   seq->length += tokens;
@@ -237,7 +277,9 @@ int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n
     if (status < 0) {
       for (int j = i - 1; j >= 0; j--) { /* newest first: copies is a stack */
         for (int c = seqs[j]->cuts - 1; c >= 0 && tokens[j] > 0; c--) {
-          drop(seqs[j], c, seqs[j]->held[c] - tokens[j]);
+          const int held = kvl__held_at(seqs[j], c, (int64_t)seqs[j]->length - tokens[j]);
+          if (held == seqs[j]->held[c]) continue;
+          drop(seqs[j], c, held);
           if (copied > 0) copied -= unshare_undone(seqs[j], c, copies + 2 * (copied - 1));
         }
         seqs[j]->length -= tokens[j];
@@ -250,27 +292,30 @@ int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n
   return copied;
 }
 
-/* Whether the sequence can be shortened to `length`, and still has what it has to hold. */
-static int check_cut_off(const kvl_sequence *seq, const char *what, int length) {
+/* Fails unless the sequence can be shortened to `length`, and has what it holds then. A
+ * rewind may go back further: it undoes evictions, too. */
+static int check_shorter(const kvl_sequence *seq, const char *what, int length,
+                         int is_rewind) {
   if (length < 0 || length > seq->length)
     return kvl__fail(KVL_ERR_INVALID, "%s: length is %d, expected 0 ... %d", what, length,
                      seq->length);
-  if (length < seq->floor && length > 0)
-    return kvl__fail(KVL_ERR_INVALID,
-                     "%s: length is %d, expected 0 or %d ... %d: tokens were evicted at %d",
-                     what, length, seq->floor, seq->length, seq->floor);
+  int first = seq->floor;
+  for (int c = 0; c < seq->cuts && !is_rewind && first < seq->length; c++)
+    if (kvl__held_at(seq, c, seq->length) < seq->base[c] + seq->length - seq->floor)
+      first = seq->length; /* tokens were replaced, which do not come back */
+  if (length < first && length > 0)
+    return kvl__fail(
+        KVL_ERR_INVALID,
+        "%s: length is %d, expected 0 or %d ... %d, as other tokens were evicted", what,
+        length, first, seq->length);
   return KVL_OK;
 }
 
 int kvl_sequence_truncate(kvl_sequence *seq, int length) {
   KVL__NEED(seq);
-  int status = check_cut_off(seq, "truncate", length);
-  if (status < 0) return status;
-  for (int c = 0; c < seq->cuts; c++)
-    drop(seq, c, length ? seq->held[c] - (seq->length - length) : 0);
-  seq->length = length;
-  if (length == 0) seq->floor = 0;
-  return KVL_OK;
+  int status = check_shorter(seq, "truncate", length, 0);
+  if (status == KVL_OK) shorten(seq, length);
+  return status;
 }
 
 int kvl_sequences_rewind(kvl_sequence *const *seqs, const int32_t *lengths, int n,
@@ -282,7 +327,7 @@ int kvl_sequences_rewind(kvl_sequence *const *seqs, const int32_t *lengths, int 
   if (pairs > 0) KVL__NEED(copies);
   for (int i = 0; i < n; i++) {
     KVL__NEED(seqs[i]);
-    int status = check_cut_off(seqs[i], "rewind", lengths[i]);
+    int status = check_shorter(seqs[i], "rewind", lengths[i], 1);
     if (status < 0) return status;
   }
   for (int i = 0; i < pairs && n > 0; i++) {
@@ -293,7 +338,7 @@ int kvl_sequences_rewind(kvl_sequence *const *seqs, const int32_t *lengths, int 
                        copies[2 * i]);
   }
   for (int i = n - 1; i >= 0; i--) {
-    kvl_sequence_truncate(seqs[i], lengths[i]);
+    shorten(seqs[i], lengths[i]);
     for (int c = 0; c < seqs[i]->cuts; c++)
       for (int j = 0; j < pairs; j++)
         if (unshare_undone(seqs[i], c, copies + 2 * j)) break;
@@ -313,4 +358,80 @@ int kvl_sequence_table(const kvl_sequence *seq, int cut, int32_t *row, int width
                      width);
   for (int i = 0; i < width; i++) row[i] = i < count ? kvl__table(seq, cut)[i] : -1;
   return count;
+}
+
+/* ---- eviction -------------------------------------------------------------------------- */
+
+int kvl_sequence_keep(kvl_sequence *seq, const int32_t *kept, const int32_t *caps) {
+  KVL__NEED(seq);
+  KVL__NEED(kept);
+  KVL__NEED(caps);
+  kvl_pool *p = seq->pool;
+  int64_t need = 0;
+  for (int c = 0; c < seq->cuts; c++) {
+    if (kept[c] < 1 || kept[c] > seq->held[c] || caps[c] < kept[c])
+      return kvl__fail(KVL_ERR_INVALID,
+                       "keep: cut %d keeps %d of its %d tokens and at most %d from now on, "
+                       "expected 1 <= kept <= held, and at most no less",
+                       c, kept[c], seq->held[c], caps[c]);
+    if (kept[c] < seq->held[c]) need += kvl__blocks_for(p, kept[c]);
+  }
+  if (need > p->free_count)
+    return kvl__fail(KVL_ERR_NO_BLOCKS,
+                     "out of blocks: an eviction needs %lld, %d of %d free", (long long)need,
+                     p->free_count, p->blocks);
+  for (int c = 0; c < seq->cuts; c++) {
+    if (kept[c] < seq->held[c]) {
+      drop(seq, c, 0);
+      seq->held[c] = kept[c];
+      kvl__pool_take(p, kvl__count(seq, c), kvl__table(seq, c));
+    }
+    seq->base[c] = kept[c], seq->cap[c] = caps[c];
+  }
+  seq->floor = seq->length;
+  seq->edits++;
+  return KVL_OK;
+}
+
+int kvl_sequence_unshare(kvl_sequence *seq, int32_t *copies, int room) {
+  KVL__NEED(seq);
+  KVL__NEED(copies);
+  kvl_pool *p = seq->pool;
+  int count = 0;
+  for (int c = 0; c < seq->cuts; c++)
+    for (int i = 0; i < kvl__count(seq, c); i++) {
+      int32_t *block = kvl__table(seq, c) + i;
+      if (p->refs[*block] < 2) continue;
+      if (count == room) return count;
+      int status = kvl__pool_expect(p, 1);
+      if (status < 0) return status;
+      copies[2 * count] = *block;
+      kvl__pool_take(p, 1, copies + 2 * count + 1);
+      kvl__pool_release(p, *block);
+      *block = copies[2 * count++ + 1];
+      seq->edits++;
+    }
+  seq->may_share = 0;
+  return count;
+}
+
+int kvl_sequence_swap(kvl_sequence *a, kvl_sequence *b) {
+  KVL__NEED(a);
+  KVL__NEED(b);
+  if (a->pool != b->pool || a->layers != b->layers || a->heads != b->heads)
+    return kvl__fail(KVL_ERR_INVALID,
+                     "swap: the sequences have %d x %d and %d x %d tables, expected those of "
+                     "one cache",
+                     a->layers, a->heads, b->layers, b->heads);
+  for (int c = 0; c < 3 * a->cuts; c++) { /* held, base and cap */
+    const int32_t x = a->held[c];
+    a->held[c] = b->held[c], b->held[c] = x;
+  }
+  const kvl_sequence old = *a;
+  a->length = b->length, a->floor = b->floor, a->capacity = b->capacity;
+  a->blocks = b->blocks, a->may_share = b->may_share;
+  b->length = old.length, b->floor = old.floor, b->capacity = old.capacity;
+  b->blocks = old.blocks, b->may_share = old.may_share;
+  a->edits++, b->edits++;
+  return KVL_OK;
 }

@@ -9,8 +9,10 @@ struct kvl_sequence {
   int layers, heads, cuts; /* cuts = layers * heads */
   int length, capacity;    /* capacity: entries of each cut's table */
   int floor;               /* the length at the last eviction, 0 before one */
+  int may_share;           /* pages may have other references */
   int64_t serial, edits;   /* which sequence it is; changes of its tables but by growth */
   int32_t *held;           /* [cuts] */
+  int32_t *base, *cap;     /* [cuts]: held at `floor`, and at most */
   int32_t *blocks;         /* [cuts, capacity] */
 };
 
@@ -19,6 +21,11 @@ static inline int kvl__blocks_for(const kvl_pool *p, int64_t tokens) {
 }
 static inline int kvl__count(const kvl_sequence *s, int cut) {
   return kvl__blocks_for(s->pool, s->held[cut]);
+}
+/* What a cut holds when the text has `length` tokens, at least `floor`. */
+static inline int kvl__held_at(const kvl_sequence *s, int cut, int64_t length) {
+  const int64_t all = s->base[cut] + length - s->floor;
+  return all < s->cap[cut] ? (int)all : s->cap[cut];
 }
 static inline int32_t *kvl__table(const kvl_sequence *s, int cut) {
   return s->blocks + (int64_t)cut * s->capacity;

@@ -1,0 +1,69 @@
+/* Arguments of the ops that evict tokens. Shapes, dtypes and meanings are those of
+ * runtime/kvlab.h; optional pointers may be NULL. */
+#ifndef KVL_ARGS_EVICT_H
+#define KVL_ARGS_EVICT_H
+
+#include "page.h"
+
+struct kvl_copy_tokens_args {
+  struct kvl_pages src, dst; /* may differ in memory and blocks only */
+  const int64_t *from, *to;  /* [n] */
+  int64_t n;
+};
+struct kvl_replace_args {
+  const float *scores;                /* optional [rows, n] */
+  float *positions;                   /* [cells] */
+  const int32_t *firsts, *now, *lens; /* [rows] */
+  const int32_t *tables;              /* [rows, max_blocks] */
+  const int64_t *wanted;              /* [rows] */
+  int32_t *index, *blocks, *block_tokens;
+  float *replaced;
+  int64_t *places;
+  int64_t rows, n, cells, max_blocks;
+  int32_t block_size, sink, recent;
+};
+
+/* What decides who goes: a token's score, then its position. Smaller goes first; those of
+ * class 1 after all of class 0. */
+struct kvl_worth {
+  int32_t kind; /* 0: may go, 1: recent, 2: a sink */
+  float score, position;
+  int32_t index;
+};
+KVL_INLINE int kvl__goes_before(struct kvl_worth a, struct kvl_worth b) {
+  if (a.kind != b.kind) return a.kind < b.kind;
+  if (a.score != b.score) return a.score < b.score;
+  if (a.position != b.position) return a.position < b.position;
+  return a.index < b.index;
+}
+KVL_INLINE struct kvl_worth kvl__worth(const struct kvl_replace_args *a, int64_t row,
+                                       int32_t i) {
+  const float position = a->positions[a->firsts[row] + i];
+  const float score = a->scores ? a->scores[row * a->n + i] : position;
+  struct kvl_worth w = {position < (float)a->sink                          ? 2
+                        : position >= (float)(a->now[row] - a->recent + 1) ? 1
+                                                                           : 0,
+                        score == score ? score : -3.4028235e38f, position, i};
+  return w;
+}
+/* The tokens of a row that may be looked at. */
+KVL_INLINE int32_t kvl__row_tokens(const struct kvl_replace_args *a, int64_t row) {
+  int64_t most = a->max_blocks * a->block_size;
+  if (a->n < most) most = a->n;
+  if (a->cells - a->firsts[row] < most) most = a->cells - a->firsts[row];
+  return a->lens[row] < most ? a->lens[row] : (int32_t)most;
+}
+/* Writes where the new token of a row goes: to `index`. */
+KVL_INLINE void kvl__put_new(const struct kvl_replace_args *a, int64_t row, int32_t index) {
+  const int32_t b = index / a->block_size, left = a->lens[row] - b * a->block_size;
+  const int32_t block = a->tables[row * a->max_blocks + b];
+  float *position = a->positions + a->firsts[row] + index;
+  a->index[row] = index;
+  a->replaced[row] = *position;
+  *position = (float)a->now[row];
+  a->places[row] = (int64_t)block * a->block_size + index % a->block_size;
+  a->blocks[row] = block;
+  a->block_tokens[row] = left < a->block_size ? left : a->block_size;
+}
+
+#endif

@@ -1,0 +1,71 @@
+/* Finds where the new token of each row goes: to the end, or, in a row that is full, to the
+ * place of the token with the lowest score. See kvl_replace in runtime/kvlab.h.
+ *
+ *   scores     f32  [rows, n]     optional
+ *   positions  f32  [cells]       changed
+ *   lens, now, firsts  i32 [rows]; tables i32 [rows, max_blocks]; wanted i64 [rows]
+ *   index, blocks, block_tokens i32, replaced f32, places i64   [rows]
+ *
+ * Bytes   8 for each token of a full row. A thread block has a row.
+ * Limit   the launch: 128 rows of 2048 tokens are 2 MB. Exact. */
+#include "args/evict.h"
+#include "cuda/elementwise.cuh"
+
+namespace kvl {
+namespace {
+
+constexpr int THREADS = 256;
+
+__device__ __forceinline__ kvl_worth other(const kvl_worth &w, int lanes) {
+  kvl_worth o;
+  o.kind = __shfl_xor_sync(ALL_LANES, w.kind, lanes);
+  o.score = __shfl_xor_sync(ALL_LANES, w.score, lanes);
+  o.position = __shfl_xor_sync(ALL_LANES, w.position, lanes);
+  o.index = __shfl_xor_sync(ALL_LANES, w.index, lanes);
+  return o;
+}
+
+__device__ __forceinline__ kvl_worth least_of_warp(kvl_worth w) {
+#pragma unroll
+  for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
+    const kvl_worth o = other(w, lanes);
+    if (kvl__goes_before(o, w)) w = o;
+  }
+  return w;
+}
+
+__global__ void __launch_bounds__(THREADS)
+    replace(const __grid_constant__ kvl_replace_args a) {
+  __shared__ kvl_worth found[THREADS / WARP];
+  wait_for_previous();
+  const int64_t row = blockIdx.x;
+  const int32_t count = kvl__row_tokens(&a, row);
+  if (count < 1) return;
+  if (a.wanted[row] >= 0) {
+    if (threadIdx.x == 0) kvl__put_new(&a, row, count - 1);
+    return;
+  }
+  kvl_worth least = {3, 0, 0, INT32_MAX};
+  for (int32_t i = threadIdx.x; i < count; i += THREADS) {
+    const kvl_worth one = kvl__worth(&a, row, i);
+    if (kvl__goes_before(one, least)) least = one;
+  }
+  least = least_of_warp(least);
+  if (threadIdx.x % WARP == 0) found[threadIdx.x / WARP] = least;
+  __syncthreads();
+  if (threadIdx.x >= WARP) return;
+  least = threadIdx.x < THREADS / WARP ? found[threadIdx.x] : kvl_worth{3, 0, 0, INT32_MAX};
+  least = least_of_warp(least);
+  if (threadIdx.x == 0) kvl__put_new(&a, row, least.index);
+}
+
+}  // namespace
+}  // namespace kvl
+
+KVL_CUDA_KERNEL(replace) {
+  using namespace kvl;
+  const kvl_replace_args &a = *(const kvl_replace_args *)args;
+  const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
+  if (a.rows == 0) return KVL_OK;
+  return launch_programmatic(replace, (unsigned)a.rows, THREADS, 0, q, a);
+}

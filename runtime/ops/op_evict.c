@@ -1,0 +1,65 @@
+/* Ops that evict tokens. Each function checks the shapes and launches a kernel; kvlab.h
+ * describes the op. */
+#include "args/evict.h"
+#include "ops/op_args.h"
+
+int kvl_copy_tokens(const kvl_tensor *src, const kvl_tensor *from, const kvl_tensor *dst,
+                    const kvl_tensor *to, const kvl_format *format) {
+  struct kvl__call c = {.op = "copy_tokens"};
+  struct kvl_copy_tokens_args args = {0};
+  args.src = kvl__pages_arg(&c, "src", src, format,
+                            "blocks_src 2 kv_heads block_size head_dim");
+  args.dst = kvl__pages_arg(&c, "dst", dst, format,
+                            "blocks_dst 2 kv_heads block_size head_dim");
+  kvl__expect_same_pages(&c, "dst", &args.dst, &args.src);
+  kvl__arg(&c, "from", from, KVL__I64, "n");
+  kvl__arg(&c, "to", to, KVL__I64, "n");
+  if (c.status < 0) return c.status;
+  args.from = from->ptr;
+  args.to = to->ptr;
+  args.n = kvl__dim(&c, "n");
+  return KVL__LAUNCH(&c, copy_tokens, args);
+}
+
+int kvl_replace(const kvl_replacement *a) {
+  if (!a) return kvl__missing(__func__, "call");
+  struct kvl__call c = {.op = "replace"};
+  struct kvl_replace_args args = {
+      .block_size = a->block_size, .sink = a->sink, .recent = a->recent};
+  kvl__arg(&c, "tables", a->tables, KVL__I32, "rows max_blocks");
+  kvl__arg(&c, "lens", a->lens, KVL__I32, "rows");
+  kvl__arg(&c, "now", a->now, KVL__I32, "rows");
+  kvl__arg(&c, "firsts", a->firsts, KVL__I32, "rows 1");
+  kvl__arg(&c, "positions", a->positions, KVL__F32, "1 cells");
+  kvl__arg(&c, "wanted", a->wanted, KVL__I64, "rows");
+  kvl__arg(&c, "index", a->index, KVL__I32, "rows");
+  kvl__arg(&c, "replaced", a->replaced, KVL__F32, "rows");
+  kvl__arg(&c, "places", a->places, KVL__I64, "rows");
+  kvl__arg(&c, "blocks", a->blocks, KVL__I32, "rows");
+  kvl__arg(&c, "block_tokens", a->block_tokens, KVL__I32, "rows");
+  args.n = INT32_MAX;
+  if (kvl__arg(&c, "scores?", a->scores, KVL__F32, "rows n")) {
+    args.scores = a->scores->ptr;
+    args.n = kvl__dim(&c, "n");
+  }
+  if (a->block_size < 1 || a->block_size > 4096)
+    kvl__call_fail(&c, "block_size is %d, expected 1 ... 4096", a->block_size);
+  if (a->sink < 0 || a->recent < 0)
+    kvl__call_fail(&c, "sink is %d and recent %d, expected both >= 0", a->sink, a->recent);
+  if (c.status < 0) return c.status;
+  args.positions = a->positions->ptr;
+  args.firsts = a->firsts->ptr;
+  args.now = a->now->ptr;
+  args.lens = a->lens->ptr;
+  args.tables = a->tables->ptr;
+  args.wanted = a->wanted->ptr;
+  args.index = a->index->ptr;
+  args.replaced = a->replaced->ptr;
+  args.places = a->places->ptr;
+  args.blocks = a->blocks->ptr;
+  args.block_tokens = a->block_tokens->ptr;
+  args.rows = kvl__dim(&c, "rows");
+  args.cells = kvl__dim(&c, "cells");
+  args.max_blocks = kvl__dim(&c, "max_blocks");
+  return KVL__LAUNCH(&c, replace, args);
+}
