@@ -400,6 +400,9 @@ int kvl_sequence_held(const kvl_sequence *seq, int cut);
  * none.
  *  seqs    n different sequences of one pool, with the same numbers of layers and heads
  *  tokens  i32[n]
+ *  replaces  whether sequences that hold as many tokens as they may (kvl_sequence_keep) hold
+ *          no more: a new token, one at most, takes another one's place. 0: they hold all
+ *          new tokens, of a prompt, and the caps end with them
  *  places  i64[layers, heads * sum of tokens]
  *                              place (block * block_size + offset) of each new token; those
  *                              of a sequence follow those of the one before, head after head.
@@ -408,7 +411,7 @@ int kvl_sequence_held(const kvl_sequence *seq, int cut);
  *                              was replaced; copy its memory before you append
  * Returns the number of pairs. Errors: INVALID, NO_BLOCKS, NO_MEMORY. */
 int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n,
-                         int64_t *places, int32_t *copies);
+                         int replaces, int64_t *places, int32_t *copies);
 /* Shortens the sequence to `length` tokens and frees the blocks past them. Errors: INVALID if
  * other tokens were evicted since. */
 int kvl_sequence_truncate(kvl_sequence *seq, int length);

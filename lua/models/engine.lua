@@ -424,7 +424,8 @@ local function ones_for(self, count)
 end
 
 local function decode(self, seqs, tokens, on_device)
-  self.batch:append(seqs, ones_for(self, #seqs), not on_device and tokens or nil)
+  self.batch:append(seqs, ones_for(self, #seqs), not on_device and tokens or nil, nil,
+    nil, self.attention.eviction ~= nil)
   if on_device then self.batch.tokens:copy_(tokens) end
   self.attention:begin(self.batch, false)
   return run_decode(self)

@@ -21,6 +21,7 @@ int kvl_sequence_open(kvl_pool *pool, int layers, int heads, kvl_sequence **out)
                       .heads = heads,
                       .cuts = cuts,
                       .serial = ++pool->opened,
+                      .lifted = INT32_MAX,
                       .held = (int32_t *)(s + 1)};
   s->base = s->held + cuts;
   s->cap = s->base + cuts;
@@ -68,6 +69,7 @@ int kvl_sequence_fork(kvl_sequence *seq, kvl_sequence **out) {
   }
   s->length = seq->length;
   s->floor = seq->floor;
+  s->lifted = seq->lifted;
   s->may_share = seq->may_share = 1;
   *out = s;
   return KVL_OK;
@@ -126,6 +128,7 @@ static void drop(kvl_sequence *seq, int cut, int held) {
 static void shorten(kvl_sequence *seq, int length) {
   for (int c = 0; c < seq->cuts; c++) drop(seq, c, length ? kvl__held_at(seq, c, length) : 0);
   seq->length = length;
+  if (length <= seq->lifted) seq->lifted = INT32_MAX;
   if (length > 0) return;
   seq->floor = 0;
   for (int c = 0; c < seq->cuts; c++) seq->base[c] = 0, seq->cap[c] = INT32_MAX;
@@ -190,14 +193,15 @@ static int expect_own_pages(kvl_sequence *seq) {
 /* Lengthens one sequence. Returns how many copies take the place of last blocks; copies =
  * {from, to, ...}. Its places are those of cut after cut: a layer's begin `layer` entries
  * after the one's before, and the heads of a layer lie one after the other. */
-static int append(kvl_sequence *seq, int tokens, int64_t *places, int64_t layer,
+static int append(kvl_sequence *seq, int tokens, int replaces, int64_t *places, int64_t layer,
                   int32_t *copies) {
   kvl_pool *p = seq->pool;
   if (tokens < 0 || tokens > INT32_MAX - seq->length)
     return kvl__fail(KVL_ERR_INVALID, "append: tokens is %d, expected 0 ... %d", tokens,
                      INT32_MAX - seq->length);
   if (tokens == 0) return 0;
-  const int size = p->block_size;
+  const int size = p->block_size, lifted = seq->lifted;
+  if (!replaces && seq->floor && lifted == INT32_MAX) seq->lifted = seq->length;
   int64_t need = 0;
   int widest = 0, is_full = 0;
   for (int c = 0; c < seq->cuts; c++) {
@@ -207,14 +211,17 @@ static int append(kvl_sequence *seq, int tokens, int64_t *places, int64_t layer,
     need += kvl__blocks_for(p, held) - kvl__count(seq, c) +
             (held > seq->held[c] && is_open_shared(seq, c));
   }
-  if (is_full && tokens > 1)
-    return kvl__fail(KVL_ERR_INVALID,
-                     "append: tokens is %d, expected 1: each takes the place of another one",
-                     tokens);
   int status = is_full ? expect_own_pages(seq) : KVL_OK;
+  if (is_full && tokens > 1)
+    status = kvl__fail(
+        KVL_ERR_INVALID,
+        "append: tokens is %d, expected 1: each takes the place of another one", tokens);
   if (status == KVL_OK) status = grow(seq, kvl__blocks_for(p, widest) + 1);
   if (status == KVL_OK) status = kvl__pool_expect(p, need); /* one more: room for the copy */
-  if (status < 0) return status;
+  if (status < 0) {
+    seq->lifted = lifted;
+    return status;
+  }
   int copied = 0;
   for (int c = 0; c < seq->cuts; c++) {
     int64_t *at = places + c / seq->heads * layer + (int64_t)(c % seq->heads) * tokens;
@@ -258,7 +265,7 @@ static int unshare_undone(kvl_sequence *seq, int cut, const int32_t *copy) {
 }
 
 int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n,
-                         int64_t *places, int32_t *copies) {
+                         int replaces, int64_t *places, int32_t *copies) {
   KVL__NEED(seqs);
   KVL__NEED(tokens);
   int copied = 0;
@@ -273,7 +280,7 @@ int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n
     layer += tokens[i] > 0 ? (int64_t)tokens[i] * seqs[i]->heads : 0;
   }
   for (int i = 0; i < n; i++) {
-    int status = append(seqs[i], tokens[i], places, layer, copies + 2 * copied);
+    int status = append(seqs[i], tokens[i], replaces, places, layer, copies + 2 * copied);
     if (status < 0) {
       for (int j = i - 1; j >= 0; j--) { /* newest first: copies is a stack */
         for (int c = seqs[j]->cuts - 1; c >= 0 && tokens[j] > 0; c--) {
@@ -283,6 +290,7 @@ int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n
           if (copied > 0) copied -= unshare_undone(seqs[j], c, copies + 2 * (copied - 1));
         }
         seqs[j]->length -= tokens[j];
+        if (tokens[j] > 0 && seqs[j]->length <= seqs[j]->lifted) seqs[j]->lifted = INT32_MAX;
       }
       return status;
     }
@@ -302,7 +310,7 @@ static int check_shorter(const kvl_sequence *seq, const char *what, int length,
   int first = seq->floor;
   for (int c = 0; c < seq->cuts && !is_rewind && first < seq->length; c++)
     if (kvl__held_at(seq, c, seq->length) < seq->base[c] + seq->length - seq->floor)
-      first = seq->length; /* tokens were replaced, which do not come back */
+      first = seq->length < seq->lifted ? seq->length : seq->lifted; /* some were replaced */
   if (length < first && length > 0)
     return kvl__fail(
         KVL_ERR_INVALID,
@@ -389,6 +397,7 @@ int kvl_sequence_keep(kvl_sequence *seq, const int32_t *kept, const int32_t *cap
     seq->base[c] = kept[c], seq->cap[c] = caps[c];
   }
   seq->floor = seq->length;
+  seq->lifted = INT32_MAX;
   seq->edits++;
   return KVL_OK;
 }
@@ -428,10 +437,10 @@ int kvl_sequence_swap(kvl_sequence *a, kvl_sequence *b) {
     a->held[c] = b->held[c], b->held[c] = x;
   }
   const kvl_sequence old = *a;
-  a->length = b->length, a->floor = b->floor, a->capacity = b->capacity;
-  a->blocks = b->blocks, a->may_share = b->may_share;
-  b->length = old.length, b->floor = old.floor, b->capacity = old.capacity;
-  b->blocks = old.blocks, b->may_share = old.may_share;
+  a->length = b->length, a->floor = b->floor, a->lifted = b->lifted;
+  a->capacity = b->capacity, a->blocks = b->blocks, a->may_share = b->may_share;
+  b->length = old.length, b->floor = old.floor, b->lifted = old.lifted;
+  b->capacity = old.capacity, b->blocks = old.blocks, b->may_share = old.may_share;
   a->edits++, b->edits++;
   return KVL_OK;
 }

@@ -9,6 +9,7 @@ struct kvl_sequence {
   int layers, heads, cuts; /* cuts = layers * heads */
   int length, capacity;    /* capacity: entries of each cut's table */
   int floor;               /* the length at the last eviction, 0 before one */
+  int lifted;              /* the length at which the caps ended, INT32_MAX while they hold */
   int may_share;           /* pages may have other references */
   int64_t serial, edits;   /* which sequence it is; changes of its tables but by growth */
   int32_t *held;           /* [cuts] */
@@ -24,8 +25,9 @@ static inline int kvl__count(const kvl_sequence *s, int cut) {
 }
 /* What a cut holds when the text has `length` tokens, at least `floor`. */
 static inline int kvl__held_at(const kvl_sequence *s, int cut, int64_t length) {
-  const int64_t all = s->base[cut] + length - s->floor;
-  return all < s->cap[cut] ? (int)all : s->cap[cut];
+  const int64_t capped = length < s->lifted ? length : s->lifted;
+  const int64_t all = s->base[cut] + capped - s->floor;
+  return (int)((all < s->cap[cut] ? all : s->cap[cut]) + length - capped);
 }
 static inline int32_t *kvl__table(const kvl_sequence *s, int cut) {
   return s->blocks + (int64_t)cut * s->capacity;

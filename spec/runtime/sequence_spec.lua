@@ -22,7 +22,7 @@ local function fork_of(seq)
 end
 
 --- Append counts[i] tokens to seqs[i]: status, places, copies.
-local function append(seqs, counts)
+local function append(seqs, counts, replaces)
   local n, total = #seqs, 0
   local handles, tokens = ffi.new("kvl_sequence *[?]", n), ffi.new("int32_t[?]", n)
   for i = 1, n do
@@ -31,7 +31,7 @@ local function append(seqs, counts)
   end
   local places = ffi.new("int64_t[?]", total + 1)
   local copies = ffi.new("int32_t[?]", 2 * n)
-  local status = C.kvl_sequences_append(handles, tokens, n, places, copies)
+  local status = C.kvl_sequences_append(handles, tokens, n, replaces or 0, places, copies)
   local list = {}
   for i = 0, total - 1 do list[i + 1] = tonumber(places[i]) end
   return status, list, copies
@@ -281,7 +281,7 @@ local function cuts_of(seq, width)
 end
 
 --- Appends to sequences with tables by layer and head: status, places, copies.
-local function append_cuts(seqs, counts)
+local function append_cuts(seqs, counts, replaces)
   local n, total = #seqs, 0
   local handles, tokens = ffi.new("kvl_sequence *[?]", n), ffi.new("int32_t[?]", n)
   for i = 1, n do
@@ -289,7 +289,7 @@ local function append_cuts(seqs, counts)
   end
   local places = ffi.new("int64_t[?]", LAYERS * HEADS * total + 1)
   local copies = ffi.new("int32_t[?]", 2 * n * LAYERS * HEADS)
-  return C.kvl_sequences_append(handles, tokens, n, places, copies), places, copies
+  return C.kvl_sequences_append(handles, tokens, n, replaces or 0, places, copies), places, copies
 end
 
 describe("a sequence with tables by layer and head", function()

@@ -426,10 +426,10 @@ local function measure(self, seqs, counts, total, copies, words, is_padded)
 end
 
 --- Lengthens the sequences and notes it in the journal. Nothing comes between the two.
-local function lengthen(self, seqs, counts)
+local function lengthen(self, seqs, counts, replaces)
   C.kvl_interrupt_hold(1)
   local copies = C.kvl_sequences_append(self.handles, self.host_counts, #seqs,
-    self.host_places, self.host_copies) -- the first array, wherever it belongs
+    replaces and 1 or 0, self.host_places, self.host_copies)
   if copies >= 0 then
     self.cache.journal:appended(seqs, counts, self.host_copies, copies)
   end
@@ -445,9 +445,9 @@ local function words_of(counts, parents)
   return math.ceil(most / 64)
 end
 
-local function append(self, seqs, counts, total, tokens, parents, is_padded)
+local function append(self, seqs, counts, total, tokens, parents, is_padded, replaces)
   local upload = next_upload(self)
-  local copies = lengthen(self, seqs, counts)
+  local copies = lengthen(self, seqs, counts, replaces)
   self.seqs, self.count, self.counts = seqs, #seqs, counts
   measure(self, seqs, counts, total, copies, words_of(counts, parents), is_padded)
   fill_host(self, counts, tokens, copies, parents)
@@ -472,7 +472,11 @@ end
 ---@param is_padded? boolean  lists as many touched blocks as tokens of these counts can
 --                            lie in, some of them twice, so that the arrays have the same
 --                            sizes wherever the tokens begin in their blocks
-function Batch:append(seqs, counts, tokens, parents, is_padded)
+---@param replaces? boolean   where a policy evicts tokens, and a sequence holds as many
+--                            as it may, its new token takes another one's place: in
+--                            decode steps. Else sequences hold all of their new tokens
+--                            (false)
+function Batch:append(seqs, counts, tokens, parents, is_padded, replaces)
   local total = take_counts(self, seqs, counts, tokens)
   if parents ~= nil then
     check_parents(counts, total, parents)
@@ -480,7 +484,8 @@ function Batch:append(seqs, counts, tokens, parents, is_padded)
       fail "append: a draft tree does not go with tables by head, expected no parents"
     end
   end
-  self.cache:transaction(append, self, seqs, counts, total, tokens, parents, is_padded)
+  self.cache:transaction(append, self, seqs, counts, total, tokens, parents,
+    is_padded, replaces)
   return self
 end
 

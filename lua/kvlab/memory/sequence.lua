@@ -151,7 +151,7 @@ function Sequence:extend(tokens)
     out_copies, out_copies_size = ffi.new("int32_t[?]", 2 * cuts), cuts
   end
   one_handle[0], one_count[0] = handle_of(self), tokens
-  check(C.kvl_sequences_append(one_handle, one_count, 1, out_places, out_copies))
+  check(C.kvl_sequences_append(one_handle, one_count, 1, 0, out_places, out_copies))
 end
 
 --- Drops the tokens past `length`.

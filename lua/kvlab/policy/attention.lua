@@ -24,6 +24,7 @@ local check = require "kvlab.policy.check"
 local kernel_hook = require "kvlab.kernel.run.hook"
 local context = require "kvlab.policy.context"
 local draft_steps = require "kvlab.policy.draft_steps"
+local eviction = require "kvlab.policy.eviction"
 local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
 local objects = require "kvlab.memory.objects"
@@ -195,7 +196,7 @@ function M.attention(o)
     device = cache.device, layers = cache.layers, blocks = cache.pages,
     heads = o.heads / cache.cut_heads, block_size = cache.block_size,
     kv_heads = cache.kv_heads / cache.cut_heads, head_dim = cache.head_dim,
-    memory_layers = cache.layers / cache.cut_layers,
+    memory_layers = cache.layers / cache.cut_layers, token_tallies = {},
     dtype = cache.dtype, format = cache.format, journal = cache.journal,
     scale = o.scale or 1 / math.sqrt(cache.head_dim),
     max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks),
@@ -207,6 +208,7 @@ function M.attention(o)
     policy.add_with_nested(p, self.shape.keepers)
     self.emitting[#self.emitting + 1] = p.hook
   end)
+  self.eviction = eviction.new(self, o)
   self.emitters, self.watchers = kernel_hook.emitters(self.prefill_policy,
     self.decode_policy, self.draft_policy)
   local limits = { max_seqs = (o.max_seqs or 16) * cache.cut_heads, alibi = o.alibi,
@@ -318,6 +320,7 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft, most)
   local ctx = begin_context(self, batch, is_prefill, is_draft and draft or nil, most)
   self.reuse_role = self.reuse and is_draft and self.reuse:role(draft, ctx) or nil
   ctx.ends_prompts = self:each_head(ends_prompts)
+  if self.eviction then self.eviction:begin(ctx, batch) end
   if ctx.policy.step_begin then ctx.policy:step_begin(ctx) end
   for i = 1, is_prefill and #self.watchers or 0 do
     local watcher = self.watchers[i]
@@ -435,6 +438,9 @@ function Attention:forward(layer, q, k, v, out)
     cuts:use_layer(layer)
     q, k, v = cuts:enter(q), cuts:enter(k), cuts:enter(v)
     out = cuts:room(q, out)
+    if self.eviction then
+      self.eviction:place(ctx, cuts, layer, q, self.cache:layer(layer))
+    end
     ev.blocks, ev.num_tokens = cuts.blocks, cuts.block_tokens
   end
   ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, cuts or ctx.batch,
@@ -469,6 +475,9 @@ function Attention:forward(layer, q, k, v, out)
   if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
   if self.decode_reader.bring_ahead and not ctx.is_rows then bring_ahead(self, ctx) end
   if ctx.reads then ctx.reads:end_layer(ctx, self.probe ~= nil) end
+  if self.eviction and ctx.is_prefill and ctx.ends_prompts then
+    self.eviction:end_prompt(ctx)
+  end
   return cuts and cuts:leave(out, wanted) or out
 end
 
@@ -588,6 +597,18 @@ local function show_to(self, p, blocks, tokens, first, last)
   end
 end
 
+--- Shows the policies blocks of one layer.
+---@param layer integer
+---@param blocks integer[]  physical
+---@param tokens integer[]  how many are valid in each block
+function Attention:show_layer(layer, blocks, tokens)
+  each_policy(self, function(p)
+    if p.on_prefill_offload then
+      tensor.scope(show_to, self, p, blocks, tokens, layer, layer)
+    end
+  end)
+end
+
 --- Shows the policies blocks that none of their steps wrote, as if they had been
 -- prefilled now. Until then the policies' summaries of these blocks describe the former
 -- content of their memory.
@@ -688,6 +709,8 @@ arguments.methods(Attention, "an attention", {
                   lse = some },
   scratch = { ctx = objects.layer_context },
   request_begin = OF_SEQUENCE, request_finished = OF_SEQUENCE,
+  show_layer = { layer = options.whole, blocks = objects.blocks,
+                 tokens = objects.blocks },
   show = { blocks = objects.blocks, tokens = objects.blocks,
            keys = options.optional(options.table) },
   keep = { key = objects.key, block = options.whole },

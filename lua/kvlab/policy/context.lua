@@ -333,6 +333,14 @@ local function make_ramps(self)
            ramp = tensor.tensor(dev, "f32", { seqs, 1, self.width }) }
 end
 
+--- The position in the text of each token that is held, where a policy evicts: f32 [seqs,
+-- 1, width * block_size]. The same tensor in each call.
+function Context:positions()
+  local held = self.held_positions
+    or options.fail "positions: no policy of this attention evicts"
+  return held:load(self)
+end
+
 --- Numbers that rise from `low` for the first block of each sequence to `high` for its
 -- last: f32 [seqs, 1, width]. The tensor belongs to the caller until the layer's
 -- attention is over.

@@ -49,6 +49,11 @@
 --                                          prompt (watches_prompt)
 --     name = kv.kernel.map(fn)             an expression over scores and tallies, which
 --                                          self:name(ctx, …) computes
+--     evict(self, ctx)                     the worth of each token that is held, f32
+--                                          [seqs, kv_heads or 1, width * block_size];
+--                                          nil where the oldest goes first. Tokens are
+--                                          evicted for good, see policy/eviction.lua; the
+--                                          budget then says how many are held
 --     select_blocks(self, ctx)             selection i32 [seqs, kv_heads or 1, n] and
 --                                          counts, or nil for every block. Default:
 --                                          sink, recent and the best scores within the
@@ -182,7 +187,7 @@ for _, name in ipairs {
   "init", "on_prefill_offload", "on_decode_offload", "select_blocks",
   "compute_decode", "compute_prefill", "attention_begin", "attention_finished",
   "request_begin", "request_finished", "reset", "step_begin", "inherit",
-  "predict", "keep_block", "recall_block", "take_back",
+  "predict", "keep_block", "recall_block", "take_back", "evict",
 } do
   FIELDS[name] = options.fn
 end
@@ -296,7 +301,7 @@ end
 
 -- The functions that run in a decode step and may read tensors that kvlab does not know.
 local IN_STEPS = { "predict", "attention_finished", "attention_begin", "step_begin",
-                   "compute_decode", "select_blocks", "score" }
+                   "evict", "compute_decode", "select_blocks", "score" }
 
 --- Says why it is not known how many bytes a policy reads in a decode step: it has
 -- functions, and does not say what they read (own_bytes). nil: it is known.
@@ -362,8 +367,8 @@ local function check_definition(def)
   if not (def.prefill or def.decode) then
     error(what .. " declares neither prefill nor decode", 3)
   end
-  if not (def.score or def.select_blocks or def.compute_decode) then
-    error(what .. " has none of score, select_blocks and compute_decode", 3)
+  if not (def.score or def.select_blocks or def.compute_decode or def.evict) then
+    error(what .. " has none of score, select_blocks, compute_decode and evict", 3)
   end
   return { name = def.name, defaults = def.defaults, aliases = def.aliases,
            known = known_options(def) }
@@ -465,6 +470,9 @@ function M.beside_selection(self)
     or self.expressions.attention and "a bias, a mask, a log_weight or emit" or nil
 end
 
+-- Of a policy that only evicts: its attention reads all that is held.
+local function select_all() return nil end
+
 --- Makes a policy from its definition, whose fields are listed at the head of this file.
 -- Call the result with options to get a policy that can be attached:
 -- `local quest = require "policies.quest"; quest { ratio = 0.05 }`.
@@ -475,6 +483,7 @@ function M.define(def)
   local class = {}
   for key, value in pairs(Policy) do class[key] = value end
   for key, value in pairs(def) do class[key] = value end
+  if not (def.score or def.select_blocks) then class.select_blocks = select_all end
   for _, name in ipairs(IN_STEPS) do
     if type(def[name]) == "function" then class.step_function = name end
   end

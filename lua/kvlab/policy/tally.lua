@@ -1,9 +1,10 @@
 --- Tallies: numbers that a policy keeps on the device for the blocks of each sequence,
 -- such as how often a block was selected. There is one f32 for every layer, sequence,
--- head and logical block. A summary belongs to a physical block, and sequences that share
--- the block share it; a tally belongs to one sequence. A fork begins with a copy. When a
--- sequence is closed, its row becomes free. Truncating a sequence does not change its
--- numbers.
+-- head and logical block, or token. A summary belongs to a physical block, and sequences
+-- that share the block share it; a tally belongs to one sequence. A fork begins with a
+-- copy. When a sequence is closed, its row becomes free. Truncating a sequence does not
+-- change its numbers. Where tokens are evicted, tallies by token keep the numbers of
+-- those that stay, and a new token that takes another one's place begins with `initial`.
 --
 --   init       = function(self, shape) self.counts = kv.tally(shape) end,
 --   step_begin = function(self, ctx) self.counts:begin(ctx) end,
@@ -44,15 +45,21 @@ end
 ---@param shape table  as policy.init gets it
 ---@param heads? integer
 ---@param initial? number
+---@param per? string  "block", or "token": a number for each token of a block ("block")
 ---@return kvlab.Tally
-function M.tally(shape, heads, initial)
+function M.tally(shape, heads, initial, per)
   heads = heads or shape.kv_heads
+  local each = per == "token" and shape.block_size or 1
   local self = setmetatable({ shape = shape, heads = heads, initial = initial or 0,
-    row_cells = heads * shape.max_blocks, owners = setmetatable({}, { __mode = "v" }),
+    by_token = per == "token", each = each, row_cells = heads * shape.max_blocks * each,
+    owners = setmetatable({}, { __mode = "v" }),
     ages = {}, is_due = {}, is_soon = {}, due_count = 0, soon_count = 0,
     views_of = {}, unnoted = {}, journal = shape.journal, row_count = ROWS,
   }, Tally)
   shape.has_tally = true
+  if self.by_token and shape.token_tallies then
+    table.insert(shape.token_tallies, self)
+  end
   self.memory, self.layers = tensor.lasting(new_memory, self, ROWS)
   return self
 end
@@ -265,14 +272,15 @@ end
 
 --- What a step of this shape needs. A graph of such a step may read it.
 local function make_views(self, ctx)
-  local dev, heads, n = self.shape.device, ctx.seqs * self.heads, ctx.width
+  local dev, heads, n = self.shape.device, ctx.seqs * self.heads, ctx.width * self.each
   local v = { heads = heads, firsts = tensor.tensor(dev, "i32", { heads, 1 }),
     columns = tensor.arange(dev, "i32", n),
     places = tensor.tensor(dev, "i32", { heads, n }),
     values = tensor.tensor(dev, "f32", { ctx.seqs, self.heads, n }),
     host_firsts = ffi.new("int32_t[?]", heads), free_stores = {}, stored = {} }
   v.places_flat = v.places:reshape { 1, heads * n }
-  v.flat = v.values:reshape { 1, heads * n }
+  v.flat, v.matrix = v.values:reshape { 1, heads * n }, v.values:reshape { heads, n }
+  v.fresh = tensor.full(dev, "f32", { heads, 1 }, self.initial)
   return v
 end
 
@@ -288,7 +296,7 @@ end
 
 --- Finds the cells of this step's sequences. Call it once a step, in step_begin.
 function Tally:begin(ctx)
-  local heads, width = self.heads, self.shape.max_blocks
+  local heads, width = self.heads, self.shape.max_blocks * self.each
   local views = self.views_of[ctx.shape_number]
   if not views then
     views = tensor.lasting(make_views, self, ctx)
@@ -318,9 +326,13 @@ local function layer_of(self, ctx)
   return options.entry("tally", "layer", self.layers, ctx.layer)
 end
 
---- Reads this layer's numbers: f32 [seqs, heads, width].
+--- Reads this layer's numbers: f32 [seqs, heads, width], by token [seqs, heads, width *
+-- block_size].
 function Tally:load(ctx)
   layer_of(self, ctx):gather(self.views.places_flat, self.views.flat)
+  if ctx.new_tokens and self.by_token then
+    self.views.matrix:scatter_(ctx.new_tokens.of_heads[self.heads], self.views.fresh)
+  end
   if ctx.reads then ctx.reads:each_block(ctx, self:bytes_block()) end
   return self.values
 end
@@ -332,7 +344,7 @@ end
 
 --- The views of the rows that steps of several tokens need in addition to make_views.
 local function add_row_views(self, ctx, v)
-  local cells_row = self.heads * ctx.width
+  local cells_row = self.heads * ctx.width * self.each
   v.row_places = rows_of(v.places, ctx.seqs, cells_row)
   v.rows = rows_of(v.values, ctx.seqs, cells_row) -- the last: it says that all is there
 end
@@ -447,7 +459,7 @@ end
 
 local function put(self, seq, layer, values, add)
   local dev, n = self.shape.device, values:size(1)
-  local places = tensor.arange(dev, "i32", self.heads, 0, self.shape.max_blocks)
+  local places = tensor.arange(dev, "i32", self.heads, 0, self.row_cells / self.heads)
     :reshape { self.heads, 1 } + tensor.arange(dev, "i32", n)
   local row = row_of(self, seq)
   if self.journal and self.journal.is_open then keep_put(self, seq, layer, row) end
@@ -465,8 +477,20 @@ function Tally:put(seq, layer, values, add)
   tensor.scope(put, self, seq, layer, values, add)
 end
 
+--- Of a layer's tokens of a sequence only kept[i] stay, as token i: moves their numbers.
+---@param kept kvlab.Tensor  i32 [1 or heads, n]; -1: none
+function Tally:keep(seq, layer, kept)
+  local width, n = self.row_cells / self.heads, kept:size(1)
+  local row = cells(self, layer, row_of(self, seq)):reshape { self.heads, width }
+  if tonumber(kept.sizes[0]) ~= self.heads then kept = kept:expand { self.heads, n } end
+  local numbers = row:gather(kept)
+  self:put(seq, layer, tensor.full(numbers.device, "f32", { self.heads, width },
+    self.initial))
+  self:put(seq, layer, numbers)
+end
+
 --- Bytes that load reads for one block, per KV head.
-function Tally:bytes_block() return 4 * self.heads / self.shape.kv_heads end
+function Tally:bytes_block() return 4 * self.heads * self.each / self.shape.kv_heads end
 
 --- Forgets every sequence.
 function Tally:reset()
@@ -476,7 +500,8 @@ function Tally:reset()
 end
 
 M.tally = arguments.of("tally", M.tally, { shape = objects.sequence_shape,
-  heads = options.optional(options.count), initial = options.optional(options.number) })
+  heads = options.optional(options.count), initial = options.optional(options.number),
+  per = options.optional(options.one_of("block", "token")) })
 
 local STEP = { ctx = objects.context, make = options.callable }
 arguments.methods(Tally, "a tally", {
@@ -488,6 +513,7 @@ arguments.methods(Tally, "a tally", {
           ahead = options.optional(options.whole) },
   renew = STEP, foresee = STEP,
   put = { seq = objects.sequence, layer = options.whole, values = kinds.tensor },
+  keep = { seq = objects.sequence, layer = options.whole, kept = kinds.tensor },
 })
 
 return M

@@ -135,7 +135,7 @@ local function append(self, list)
     local r = list[i]
     self.handles[i - 1], self.counts[i - 1] = r.seq.handle, r.num_scheduled_tokens
   end
-  check(C.kvl_sequences_append(self.handles, self.counts, n, self.places, self.copies))
+  check(C.kvl_sequences_append(self.handles, self.counts, n, 0, self.places, self.copies))
 end
 
 --- The counters of the link and of the store.

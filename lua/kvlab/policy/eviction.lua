@@ -1,0 +1,395 @@
+--- Eviction for good: a policy says what each token that is held is worth, and the
+-- runtime drops the others and gives their memory back.
+--
+--   evict(self, ctx)    f32 [seqs, kv_heads, width * block_size]: the worth of each token
+--                       of the layer; higher stays longer. -inf and NaN count as lowest
+--
+-- The budget of the policy says how many tokens each layer and KV head may hold. Its sink
+-- and recent blocks are tokens that stay, counted in the text.
+--
+-- After a prompt, every layer and head keeps its budget's best tokens, in the order that
+-- they had. They are copied to fresh pages, and the old pages fall when the step is over.
+-- While a sequence decodes, a token that finds its layer and head full takes the place of
+-- the one that is worth least: nothing moves, nobody waits, and graphs replay it. What
+-- stood in that place is kept until the step is over, so a failed step is no step.
+--
+-- A token keeps its position in the text, which `ctx:positions()` gives. Its index, the
+-- number of its place, says nothing about its age any more. The cache needs tables by
+-- layer or by head. Tables by layer hold the same tokens for all heads, which then have
+-- one worth, the mean over the heads.
+local ffi = require "ffi"
+local library = require "kvlab.library"
+local options = require "kvlab.options"
+local ops = require "kvlab.tensor.ops"
+local protected = require "kvlab.protected"
+local tally = require "kvlab.policy.tally"
+local tensor = require "kvlab.tensor.arithmetic"
+
+local C, check = library.C, library.check
+local M = {}
+
+-- Below every number of a worth that is finite.
+local LOWEST = -3e38
+
+---@class kvlab.Eviction
+---@field policy kvlab.Policy  that evicts
+---@field positions kvlab.Tally  by token: its position in the text
+local Eviction = {}
+Eviction.__index = Eviction
+
+--- Raises for what does not go with eviction.
+local function check_attention(o, cache)
+  local lacks = cache.tables == "one" and "tables of a sequence that all layers share"
+    or o.draft_policy and "drafts"
+    or o.alibi and "ALiBi" or o.window and "a window"
+  if lacks then
+    options.fail(("attention: policy %s evicts tokens, which does not go with %s"):format(
+      o.decode_policy.name, lacks))
+  end
+end
+
+--- The eviction of an attention's decode policy; nil if it evicts nothing.
+---@param attention kvlab.Attention
+---@param o table  its options
+---@return kvlab.Eviction|nil
+function M.new(attention, o)
+  local p, cache = attention.decode_policy, attention.cache
+  if not p.evict then return nil end
+  check_attention(o, cache)
+  return setmetatable({ policy = p, cache = cache, attention = attention,
+    positions = tally.tally(attention.shape, 1, 0, "token"),
+    tallies = attention.shape.token_tallies, free = {}, kept = {}, caps = {},
+    heads = cache.cut_heads, layers = cache.layers }, Eviction)
+end
+
+-- ---- budgets --------------------------------------------------------------------------
+
+local function budget_of(self) return self.policy.budget end
+
+--- How many tokens a layer and head may hold of a text of `length` tokens: whole blocks.
+local function cap_of(self, layer, head, length)
+  local size = self.cache.block_size
+  local budget = budget_of(self, layer, head)
+  local blocks = C.kvl_budget_blocks(budget, math.ceil(length / size))
+  return math.max(blocks, budget.sink + budget.recent + 1) * size
+end
+
+-- ---- what a step changes --------------------------------------------------------------
+
+--- Of a decode step: for every layer, which places its new tokens took, and what stood
+-- there.
+local Replaced = {}
+Replaced.__index = Replaced
+
+local function new_replaced(self, rows)
+  local cache, dev, layers = self.cache, self.cache.device, self.layers
+  local pages = math.ceil(rows / cache.block_size)
+  local entry = setmetatable({ eviction = self, rows = rows, by_layer = {} }, Replaced)
+  entry.firsts = tensor.tensor(dev, "i32", { rows, 1 })
+  entry.own = tensor.arange(dev, "i32", rows):cast "i64"
+  local memory = tensor.zeros(dev, cache.format.memory,
+    { layers, pages, unpack(cache.format.dims) })
+  for layer = 0, layers - 1 do
+    local one = { memory = memory:index(layer),
+      index = tensor.tensor(dev, "i32", { rows }),
+      replaced = tensor.tensor(dev, "f32", { rows }),
+      places = tensor.tensor(dev, "i64", { rows }),
+      blocks = tensor.tensor(dev, "i32", { rows }),
+      block_tokens = tensor.tensor(dev, "i32", { rows }) }
+    one.index_rows = one.index:reshape { rows, 1 }
+    one.cells, one.replaced_row = tensor.tensor(dev, "i32", { rows, 1 }),
+      one.replaced:reshape { 1, rows }
+    one.cells_row = one.cells:reshape { 1, rows }
+    one.of_heads = { one.index_rows }
+    for _, t in ipairs(self.tallies) do
+      if not one.of_heads[t.heads] then
+        one.of_heads[t.heads] = tensor.tensor(dev, "i32", { rows * t.heads, 1 })
+      end
+    end
+    entry.by_layer[layer] = one
+  end
+  return entry
+end
+
+--- The entry of the step that has begun. In a recorded step, the replays write to it.
+local function new_entry(self, rows)
+  local journal = self.cache.journal
+  local is_recorded = C.kvl_device_is_recording(self.cache.device) == 1
+  local free = self.free[rows] or {}
+  self.free[rows] = free
+  local entry = not is_recorded and table.remove(free)
+    or tensor.lasting(new_replaced, self, rows)
+  entry.is_recorded, entry.layers, entry.pool = is_recorded, 0, free
+  entry.firsts:copy_(self.positions.views.firsts)
+  if is_recorded then
+    if journal.recording then table.insert(journal.recording, entry) end
+  elseif journal.is_open then
+    journal:note(entry)
+  end
+  return entry
+end
+
+function Replaced:replayed() self.layers = self.eviction.layers end
+
+function Replaced:forget()
+  if not self.is_recorded then table.insert(self.pool, self) end
+end
+
+function Replaced:undo()
+  local self_, cache = self.eviction, self.eviction.cache
+  for layer = 0, self.layers - 1 do
+    local one = self.by_layer[layer]
+    check(C.kvl_copy_tokens(one.memory, self.own, cache:layer(layer), one.places,
+      cache.format:of(layer)))
+    self.firsts:add(one.index_rows, one.cells)
+    self_.positions.layers[layer]:scatter_(one.cells_row, one.replaced_row)
+  end
+end
+
+--- Of the end of a prompt: the sequence as it was before.
+local Kept = {}
+Kept.__index = Kept
+
+local out_sequence = ffi.new "kvl_sequence *[1]"
+
+local function note_kept(self, seq)
+  local before = protected.open(C.kvl_sequence_close, out_sequence, C.kvl_sequence_fork,
+    seq.handle, out_sequence)
+  local entry = setmetatable({ seq = seq, handle = before }, Kept)
+  if self.cache.journal.depth > 0 then self.cache.journal:note(entry) end
+  return entry
+end
+
+function Kept:forget() protected.close(self, "handle", C.kvl_sequence_close) end
+
+function Kept:undo()
+  if self.seq.handle then check(C.kvl_sequence_swap(self.seq.handle, self.handle)) end
+end
+
+-- ---- decode ---------------------------------------------------------------------------
+
+local call = ffi.new "kvl_replacement"
+
+--- The worth of the tokens of a context's layer, as evict gives it: f32 [rows, n].
+local function worth_of(self, ctx)
+  local worth = self.policy:evict(ctx)
+  local name = self.policy.name
+  if worth == nil then return nil end
+  if not tensor.is_tensor(worth) or worth:type() ~= "f32" or worth.ndim ~= 3
+    or worth:size(0) ~= ctx.seqs or worth:size(2) ~= ctx.width * ctx.block_size
+    or (worth:size(1) ~= 1 and worth:size(1) ~= ctx.kv_heads) then
+    options.fail(("policy %s: evict returns %s, expected f32 [%d, %d or 1, %d]: "
+      .. "sequences, KV heads, tokens"):format(name, options.shown(worth), ctx.seqs,
+      ctx.kv_heads, ctx.width * ctx.block_size))
+  end
+  if worth:size(1) > 1 then worth = worth:mean(1) end
+  return worth:reshape { ctx.seqs, worth:size(worth.ndim - 1) }
+end
+
+--- Begins a step.
+function Eviction:begin(ctx, batch)
+  self.entry, ctx.new_tokens, ctx.held_positions = nil, nil, self.positions
+  if ctx.is_rows then
+    options.fail(("begin: policy %s evicts, expected one token of each sequence in a "
+      .. "decode step"):format(self.policy.name))
+  end
+  for i = 1, batch.count do batch.seqs[i].evicts = true end
+  for _, one in ipairs(self.tallies) do one:begin(ctx) end
+end
+
+local function replace(self, ctx, cuts, one, worth)
+  local size = self.cache.block_size
+  local budget = budget_of(self, ctx.layer, 0)
+  call.scores, call.positions = worth, self.positions.layers[ctx.layer]
+  call.firsts, call.tables = self.entry.firsts, cuts.tables
+  call.lens, call.now, call.wanted = cuts.lens, cuts.positions, cuts.places
+  call.index, call.replaced, call.places = one.index, one.replaced, one.places
+  call.blocks, call.block_tokens = one.blocks, one.block_tokens
+  call.block_size, call.sink, call.recent = size, budget.sink * size, budget.recent * size
+  check(C.kvl_replace(call))
+end
+
+local function take_places(self, ctx, cuts, one, entry, worth)
+  replace(self, ctx, cuts, one, worth)
+  check(C.kvl_copy_tokens(self.cache:layer(ctx.layer), one.places, one.memory, entry.own,
+    self.cache.format:of(ctx.layer)))
+  entry.layers = ctx.layer + 1
+end
+
+--- Finds where a decode step's new tokens go, in a layer: the batch's places are those
+-- then.
+local function make_room(self, ctx, cuts, layer)
+  self.entry = self.entry or new_entry(self, ctx.seqs)
+  local entry = self.entry
+  local one = entry.by_layer[layer]
+  ctx.new_tokens = nil -- they are not there yet
+  local worth = worth_of(self, ctx)
+  C.kvl_interrupt_hold(1) -- what is noted as done is done
+  local ok, why = pcall(take_places, self, ctx, cuts, one, entry, worth)
+  C.kvl_interrupt_hold(-1)
+  if not ok then error(why, 0) end
+  for heads, rows in pairs(one.of_heads) do
+    if heads > 1 then
+      one.index_rows:expand({ ctx.seqs, heads }, rows:reshape { ctx.seqs, heads })
+    end
+  end
+  cuts.places, cuts.blocks, cuts.block_tokens = one.places, one.blocks, one.block_tokens
+  ctx.new_tokens = one
+end
+
+-- ---- after a prompt -------------------------------------------------------------------
+
+--- Writes the positions of a prompt's new tokens, in a layer.
+local function note_positions(self, cuts, layer)
+  local firsts, n = self.positions.views.firsts, cuts.tokens_count
+  local last = firsts:add(cuts.lens:reshape(firsts:dims())):sub(1)
+  local cells = last:gather_rows(cuts.owners):reshape { n }:sub(cuts.behind)
+  self.positions.layers[layer]:scatter_(cells:reshape { 1, n },
+    cuts.positions:cast("f32"):reshape { 1, n })
+end
+
+--- Finds where the new tokens of a step go, in a layer. Called before they are written.
+function Eviction:place(ctx, cuts, layer, q, memory)
+  ctx:begin_layer(layer, q, memory)
+  if ctx.is_prefill then return tensor.scope(note_positions, self, cuts, layer) end
+  make_room(self, ctx, cuts, layer)
+end
+
+--- The tokens that the heads of a sequence keep of a layer: i32 [heads, most], ascending.
+local function select(self, ctx, worth, first, caps, layer, length)
+  local heads, size = self.heads, self.cache.block_size
+  local budget = budget_of(self, layer, 0)
+  local own = worth and worth:narrow(first, heads)
+  local positions = self.positions:load(ctx):reshape { ctx.seqs, -1 }:narrow(first, heads)
+  own = own or positions
+  own = own:ge(LOWEST):where(own, LOWEST)
+  own = positions:lt(budget.sink * size):where(math.huge,
+    positions:ge(length - budget.recent * size):where(math.huge, own))
+  local most = 0
+  for head = 0, heads - 1 do most = math.max(most, caps[head]) end
+  most = math.min(most, own:size(1))
+  local kept = tensor.tensor(own.device, "i32", { heads, 1, most })
+  for head = 0, heads - 1 do
+    local limit = ffi.new("kvl_budget", -1, caps[head], 0, 0, 0)
+    ops.select(own:narrow(head, 1):reshape { 1, 1, own:size(1) },
+      ctx.lens:narrow(first + head, 1), 1, limit, kept:narrow(head, 1),
+      tensor.tensor(own.device, "i32", { 1, 1 }))
+  end
+  return kept:reshape { heads, most }
+end
+
+--- Chooses what the sequences whose prompt ends keep of a layer.
+local function choose(self, ctx)
+  local ends, batch = ctx.ends_prompts, ctx.batch.batch
+  local worth
+  for i = 1, batch.count do
+    local seq = batch.seqs[i]
+    if ends[(i - 1) * self.heads + 1] then
+      local length, caps, is_over = seq:length(), {}, false
+      for head = 0, self.heads - 1 do
+        caps[head] = cap_of(self, ctx.layer, head, length)
+        is_over = is_over or seq:held(ctx.layer, head) > caps[head]
+      end
+      local kept = false
+      if is_over then
+        if worth == nil then worth = worth_of(self, ctx) or false end
+        kept = tensor.lasting(tensor.scope, select, self, ctx, worth,
+          (i - 1) * self.heads, caps, ctx.layer, length)
+      end
+      self.kept[i] = self.kept[i] or {}
+      self.kept[i][ctx.layer] = kept
+    end
+  end
+end
+
+--- The places of listed tokens in tables: i64 [rows * n], -1 for none.
+local function places_of(self, listed, tables)
+  return ops.transform_indices { indices = listed, tables = tables,
+    block_size = self.cache.block_size }:cast("i64"):reshape { listed.count }
+end
+
+--- The tables that the heads of a sequence have now, of a layer.
+local function new_tables(self, seq, layer)
+  local width, list = math.max(1, seq:blocks()), {}
+  local row = ffi.new("int32_t[?]", width)
+  for head = 0, self.heads - 1 do
+    check(C.kvl_sequence_table(seq.handle, layer * self.heads + head, row, width))
+    for b = 0, width - 1 do list[#list + 1] = row[b] end
+  end
+  return tensor.from(self.cache.device, "i32", { self.heads, width }, list)
+end
+
+--- Shows the policies the K of the pages that hold what is left.
+local function show(self, seq, layer)
+  local blocks, tokens, size = {}, {}, self.cache.block_size
+  for head = 0, self.heads - 1 do
+    local held = seq:held(layer, head)
+    for b, block in ipairs(seq:table(layer, head)) do
+      blocks[#blocks + 1], tokens[#tokens + 1] = block,
+        math.min(size, held - (b - 1) * size)
+    end
+  end
+  self.attention:show_layer(layer, blocks, tokens)
+end
+
+--- Moves what a layer keeps to the pages that the sequence has now.
+local function compact(self, ctx, seq, layer, first, kept)
+  local tables = ctx.batch.by_layer[layer].tables:narrow(first, self.heads)
+  local from = places_of(self, kept, tables)
+  local n = kept:size(1)
+  local index = tensor.arange(kept.device, "i32", n):reshape { 1, n }
+  index = kept:ge(0):where(index:expand(kept:dims()), -1)
+  local memory = self.cache:layer(layer)
+  check(C.kvl_copy_tokens(memory, from, memory, places_of(self, index,
+    new_tables(self, seq, layer)), self.cache.format:of(layer)))
+  for _, one in ipairs(self.tallies) do
+    for head = 0, self.heads - 1 do
+      local view = seq:heads()[head + 1]
+      one:keep(view, layer, kept:narrow(head, 1))
+    end
+  end
+  show(self, seq, layer)
+end
+
+--- Evicts what a sequence does not keep: of[layer] is what `select` returned, or false.
+local function evict(self, ctx, seq, first, of)
+  local cuts, length, heads = self.layers * self.heads, seq:length(), self.heads
+  local kept, caps = ffi.new("int32_t[?]", cuts), ffi.new("int32_t[?]", cuts)
+  for c = 0, cuts - 1 do
+    local layer, head = math.floor(c / heads), c % heads
+    caps[c] = cap_of(self, layer, head, length)
+    kept[c] = math.min(seq:held(layer, head), caps[c])
+  end
+  check(C.kvl_sequence_keep(seq.handle, kept, caps))
+  for layer = 0, self.layers - 1 do
+    if of[layer] then compact(self, ctx, seq, layer, first, of[layer]) end
+  end
+end
+
+--- Evicts what the sequences whose prompt ends do not keep.
+local function finish(self, ctx)
+  local ends, batch = ctx.ends_prompts, ctx.batch.batch
+  for i = 1, batch.count do
+    local first = (i - 1) * self.heads
+    if ends[first + 1] then
+      local entry = note_kept(self, batch.seqs[i])
+      local ok, why = pcall(tensor.scope, evict, self, ctx, batch.seqs[i], first,
+        self.kept[i])
+      if not entry.is_noted then -- no transaction will undo it
+        if not ok then entry:undo() end
+        entry:forget()
+      end
+      if not ok then error(why, 0) end
+    end
+  end
+end
+
+--- Ends a layer of a step in which prompts end. After the last one, what their sequences
+-- do not keep is gone.
+function Eviction:end_prompt(ctx)
+  if ctx.layer == 0 then self.kept = {} end
+  choose(self, ctx)
+  if ctx.layer == self.layers - 1 then finish(self, ctx) end
+end
+
+return M
