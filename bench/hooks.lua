@@ -102,6 +102,12 @@ local PREFILLS = {
   { "prefill, mass by emit", function()
     return emitting { mass = e.weight:sum "token":mean "head" }
   end },
+  { "prefill, mass by token by emit", function()
+    return emitting { mass = e.weight:mean "head" }
+  end },
+  { "prefill, largest weight by token by emit", function()
+    return emitting { most = e.weight:max("head", "query") }
+  end },
   { "prefill, votes of 32 queries by emit", function()
     return emitting { votes = e.where(is_newest, e.weight, 0):sum "token":mean "head" }
   end },
@@ -127,6 +133,7 @@ return function(b)
     add("soft cap of the op", nil, { soft_cap = 30 })
     add("soft cap as a bias", { bias = (e.logit / 30):tanh() * 30 - e.logit })
     add("mass by emit", { emit = { mass = e.weight:sum "token":mean "head" } })
+    add("mass by token by emit", { emit = { mass = e.weight:mean "head" } })
     add("mass by a second pass", { score = qk:logsumexp "token":mean "head" }, nil,
       second_pass)
     add("attention", nil, { selects = true })

@@ -199,19 +199,42 @@ local function selected_set(list)
   return set
 end
 
---- What the reference gives, in the same order. What is emitted is summed over a
+--- What is emitted: an expression of one query, whether its numbers are joined by their
+-- maximum, and whether there is one for each token.
+local function parts_of(x)
+  local is_max = x.over == "query" and x.op == "max"
+  if x.over == "query" then x = x.args[1] end
+  return x, is_max, x.dims[1] == "token"
+end
+
+--- Joins what a row emits of block b, if its query may see it, with what is in a list.
+local function join_emitted(env, row, x, weights, b, list, first)
+  local size, of_query, is_max, by_token = env.block_size, parts_of(x)
+  local tokens = math.min(size, row.position + 1 - b * size)
+  if tokens <= 0 then return end
+  for token = 0, by_token and tokens - 1 or 0 do
+    local at = by_token and (first + b) * size + token + 1 or first + b + 1
+    local number = reference.emit(env, row, of_query, weights, b, token)
+    list[at] = is_max and math.max(list[at], number) or not is_max and list[at] + number
+  end
+end
+
+--- What the reference gives, in the same order. What is emitted is joined over a
 -- sequence's tokens.
 local function expected(c, p, def, q, starts, lists)
   local o, out, lses, emitted = c.o, {}, {}, {}
   local env = environment(c, p, q, def)
-  for name in pairs(def.emit or {}) do
+  for name, x in pairs(def.emit or {}) do
     emitted[name] = {}
-    for i = 1, c.seqs * o.kv_heads * c.width do emitted[name][i] = 0 end
+    local _, is_max, by_token = parts_of(x)
+    for i = 1, c.seqs * o.kv_heads * c.width * (by_token and o.block_size or 1) do
+      emitted[name][i] = is_max and -math.huge or 0
+    end
   end
   for s = 0, c.seqs - 1 do
     local first, last = starts[s + 1], starts[s + 2] - 1
     for kv_head = 0, o.kv_heads - 1 do
-      local blocks_at = (s * o.kv_heads + kv_head) * c.width + 1
+      local blocks_at = (s * o.kv_heads + kv_head) * c.width
       local selected = selected_set(lists and lists[s * o.kv_heads + kv_head + 1])
       for token = first, last do
         local weights, row = {}, nil
@@ -226,10 +249,8 @@ local function expected(c, p, def, q, starts, lists)
         end
         for name, x in pairs(def.emit or {}) do
           for b = 0, c.width - 1 do
-            local list = emitted[name]
-            if b * o.block_size <= row.position and (not selected or selected[b]) then
-              list[blocks_at + b] = list[blocks_at + b]
-                + reference.emit(env, row, x, weights, b)
+            if not selected or selected[b] then
+              join_emitted(env, row, x, weights, b, emitted[name], blocks_at)
             end
           end
         end
@@ -324,7 +345,9 @@ function M.random(seed)
     if draw(4) == 0 then -- not all queries of a prompt are needed
       x = e.where((e.query_position % (2 + draw(4))):gt(0), x, 0)
     end
-    x = expressions.down_to(blocks, x, 4, false, {})
+    local by_token = draw(3) == 0
+    x = expressions.down_to(blocks, x, 4, false, by_token and { token = true } or {})
+    if draw(3) == 0 then x = x:max "query" elseif by_token then x = x:sum "query" end
     def.emit["f" .. i] = x
   end
   if not (def.bias or def.log_weight or def.mask or next(def.emit)) then

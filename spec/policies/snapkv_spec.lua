@@ -7,19 +7,18 @@ local support = require "spec.support"
 -- attention to each of the first n blocks.
 local function votes_of(run, prompt, window, n)
   local s, flat = small.SHAPE, {}
-  local columns = n * s.block_size
   for kv_head = 1, s.kv_heads do
     local votes, voters = {}, 0
     for b = 1, n do votes[b] = 0 end
     for t = math.max(1, prompt - window + 1), prompt do
       for head = 2 * kv_head - 1, 2 * kv_head do
         local scores = {}
-        for i = 1, math.min(t, columns) do
+        for i = 1, t do
           scores[i] = small.dot(run.q[t][head], run.k[i][kv_head]) / math.sqrt(s.head_dim)
         end
         for i, weight in ipairs(small.softmax(scores)) do
           local b = math.floor((i - 1) / s.block_size) + 1
-          votes[b] = votes[b] + weight
+          if b <= n then votes[b] = votes[b] + weight end
         end
         voters = voters + 1
       end

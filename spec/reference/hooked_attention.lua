@@ -82,15 +82,15 @@ function M.row(o, row)
 end
 
 --- What an emit makes of a block that the row's query may see, as in a decode step of
--- this query. weights: of each head of the group.
-function M.emit(o, row, x, weights, block)
+-- this query, or of token `token` of that block. weights: of each head of the group.
+function M.emit(o, row, x, weights, block, token)
   local env = key_environment(o, row, block * o.block_size, 0)
   env.tokens = math.min(o.block_size, row.position + 1 - block * o.block_size)
   env.sizes = { head = o.group, token = o.block_size, dim = o.dim }
-  env.weight = function(head, token)
-    return weights[head][block * o.block_size + token] or 0
+  env.weight = function(head, at)
+    return weights[head][block * o.block_size + at] or 0
   end
-  return tonumber(reference.eval(x, {}, env))
+  return tonumber(reference.eval(x, { token = token }, env))
 end
 
 return M

@@ -65,4 +65,19 @@ DEVICE void emission_add(float &sum, float &lost, float x) {
   sum = next;
 }
 
+/* Joins what the threads have that take the same block and lane, each for other queries:
+ * those at a distance of STRIDE, PARTS of them. The first of them gets the result. memory
+ * has room for PARTS * STRIDE numbers. */
+template <int PARTS, int STRIDE, bool IS_MAX>
+DEVICE float emission_total(float *memory, float own) {
+  __syncthreads(); /* what memory held before was read */
+  if (threadIdx.x < PARTS * STRIDE) memory[threadIdx.x] = own;
+  __syncthreads();
+  for (int i = 1; threadIdx.x < STRIDE && i < PARTS; i++) {
+    const float other = memory[threadIdx.x + i * STRIDE];
+    own = IS_MAX ? max_f32(own, other) : own + other;
+  }
+  return own;
+}
+
 #endif

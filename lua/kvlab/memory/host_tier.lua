@@ -95,7 +95,8 @@ function M.new(cache, o)
   for i = 0, cache.layers - 1 do self.buffer_views[i] = self.buffer:index(i) end
   self.tails, self.placed = setmetatable({}, { __mode = "k" }), {}
   self.moved = tensor.zeros(cache.device, "i64", { 1 })
-  self.bytes_appended, self.step, self.layers_left = 0, 0, 0
+  self.bytes_appended, self.bytes_read = 0, 0
+  self.step, self.layers_left = 0, 0
   local out = ffi.new "kvl_ring *[1]"
   local function open_ring()
     return protected.open(C.kvl_ring_close, out, C.kvl_ring_open, self.slot_memory,
@@ -194,6 +195,9 @@ function HostTier:count_appended(tokens)
   self.bytes_appended = self.bytes_appended
     + tokens * self.cache.kv_heads * self.cache:bytes_token()
 end
+
+--- Notes that a kernel reads so many bytes of host memory through the link.
+function HostTier:count_read(bytes) self.bytes_read = self.bytes_read + bytes end
 
 --- Ends the step before, and decides whether what its sequences left in the buffer
 -- counts. That step may be over, have stopped with an error, or never have begun. A step
@@ -442,7 +446,7 @@ local out_bytes = ffi.new "int64_t[2]"
 --- Bytes that crossed the link so far: to_device, to_host. Waits for the device.
 function HostTier:bytes()
   check(C.kvl_ring_bytes(self.ring, out_bytes, out_bytes + 1))
-  local to_device = tonumber(out_bytes[0]) + self.moved:item()
+  local to_device = tonumber(out_bytes[0]) + self.moved:item() + self.bytes_read
   if self.hot then to_device = to_device + self.hot:stats().bytes end
   return to_device, tonumber(out_bytes[1]) + self.bytes_appended
 end
@@ -487,7 +491,8 @@ local LAYER = { layer = options.whole }
 arguments.methods(HostTier, "a host tier", {
   readers = { attention = objects.attention, level = options.optional(options.whole),
               through = options.optional(options.one_of("ring", "hot")) },
-  count_appended = { tokens = options.whole }, place = { batch = objects.filled_batch },
+  count_appended = { tokens = options.whole }, count_read = { bytes = options.whole },
+  place = { batch = objects.filled_batch },
   begin = { batch = objects.batch }, load_open = LAYER, appended = LAYER,
   append = { layer = options.whole, q = kinds.tensor, k = kinds.tensor,
              v = kinds.tensor, batch = objects.batch, inv_freq = kinds.tensor_or_nil },

@@ -293,7 +293,7 @@ function HotCache:bring_ahead(selection, ctx, wanted)
   local key = (ctx.seqs * 2 + (lists > 1 and 1 or 0)) * 2 ^ 32 + n
   local views = a.views[key] or tensor.lasting(new_ahead_views, self, ctx.seqs, lists, n)
   a.views[key] = views
-  views.selections[layer]:copy_(selection)
+  options.entry("bring_ahead", "ctx.layer", views.selections, layer):copy_(selection)
   for i = 1, wanted and ctx.seqs or 0 do
     if not wanted[i] then views.rows[layer][i]:fill_(-1) end
   end

@@ -22,6 +22,7 @@
 --                                   reads the same K once more, for emitter:add_part
 --   before_copy(layer, to)          whole blocks are about to be copied in KV memory
 --   written(first, layers, blocks)  something else is about to write blocks of KV memory
+--   count_read(bytes)               a kernel reads the cache's memory where it lies
 --   bytes()                         that crossed the link: to the device, to the host
 --   close()
 local tensor = require "kvlab.tensor.tensor"
@@ -61,6 +62,7 @@ end
 
 function Resident:readers() return direct, direct end
 
+function Resident:count_read() end
 function Resident:bytes() return 0, 0 end
 
 function Resident:expect_limits() end

@@ -524,6 +524,83 @@ function Context:causal_bias(rows, columns, start, per)
   return tensor.arange(dev, "i32", columns):lt(seen):where(zeros, zeros - math.huge)
 end
 
+-- Less than any number of a row by this is no row.
+local NO_ROW = -2 ^ 30
+
+--- The keys of the first `length` tokens of sequence i, from where the cache has them,
+-- and zeros up to the end of the last block: f32 [kv_heads, columns, head_dim].
+local function keys_of(self, layer, i, length, dim)
+  local dev, heads, size = self.device, self.kv_heads, self.block_size
+  local blocks = math.ceil(length / size)
+  local columns, rows = blocks * size, heads * blocks * size
+  local keys = tensor.tensor(dev, "f32", { rows, dim })
+  ops.read_blocks(self.batch.cache:layer(layer), self.tables:index(i):narrow(0, blocks),
+    keys:reshape { blocks, heads, size, dim }, nil, self.format:of(layer))
+  local token = tensor.arange(dev, "i32", columns)
+  local row = token / size * ((heads - 1) * size) + token -- of the first head
+  row = token:lt(length):where(row, NO_ROW)
+    + tensor.arange(dev, "i32", heads, 0, size):reshape { heads, 1 }
+  return keys:gather_rows(row:reshape { rows }):reshape { heads, columns, dim }
+end
+
+local function attention_weights(self, queries, layer, i, length)
+  local dev, count, cap = self.device, queries:size(0), self.soft_cap or 0
+  local window = self.windows and self.windows[layer] or self.window or 0
+  local keys = keys_of(self, layer, i, length, queries:size(2))
+  local columns, unit = keys:size(1), cap > 0 and cap or 1
+  local scores = self:group_queries(queries, layer, 0, count):matmul_t(keys)
+  scores:mul(self.scale / unit, scores)
+  if cap > 0 then scores:tanh(scores):mul(cap, scores) end
+  local apart = tensor.arange(dev, "i32", columns) -- of indices, and so of positions
+    - tensor.arange(dev, "i32", count, length - count):reshape { count, 1 }
+  local bias = apart:le(0):where(0, -math.huge)
+  if window > 0 then bias = bias + apart:gt(-window):where(0, -math.huge) end
+  local of_heads = scores:reshape { self.heads, count, columns }
+  if self.alibi then
+    local slopes = self.alibi:reshape { self.heads, 1, 1 }
+    of_heads:add(slopes * apart:cast("f32"):reshape { 1, count, columns }, of_heads)
+  end
+  of_heads:add(bias, of_heads)
+  return scores:softmax(1, scores)
+end
+
+--- The share of their attention that queries of a sequence pay to each of its tokens,
+-- exactly, as dense attention has it: with its causal mask, window, soft cap and ALiBi,
+-- and without the bias, mask and log_weight of a policy. f32 [kv_heads, heads / kv_heads
+-- * count, columns], with the rows of a group's first head first. A column is a token;
+-- those from `length` to the end of the last block are 0. The sum, the mean or the
+-- maximum over dim 1 is a number for each KV head and token. A new tensor, of 128 MiB for
+-- 32 queries of 32 heads over 32768 tokens. It reads the layer's keys where the cache has
+-- them. If that is host memory, they cross the link, and the step cannot be a prefill,
+-- whose keys have not all arrived there.
+---@param queries kvlab.Tensor  [count, heads, head_dim]: of the tokens before length, as
+--                              newest_queries keeps them
+---@param layer integer
+---@param i integer       the sequence is number i of the step's, from 0
+---@param length integer  tokens that the newest of the queries sees, itself included
+---@return kvlab.Tensor
+function Context:attention_weights(queries, layer, i, length)
+  local seq, cache = self.sequences[i + 1], self.batch.cache
+  local count = tonumber(queries.sizes[0])
+  local function expect(is_right, what, ...)
+    if not is_right then options.fail(("attention_weights: " .. what):format(...)) end
+  end
+  expect(seq, "i is %d, expected 0 ... %d", i, #self.sequences - 1)
+  expect(queries.ndim == 3 and count > 0 and tonumber(queries.sizes[1]) == self.heads
+    and tonumber(queries.sizes[2]) == cache.head_dim,
+    "queries is [%s], expected [count, heads=%d, head_dim=%d]",
+    table.concat(queries:dims(), ", "), self.heads, cache.head_dim)
+  expect(length >= count and length <= seq:length(), "length is %d, expected %d, the "
+    .. "number of queries, to %d, the tokens of the sequence", length, count,
+    seq:length())
+  expect(not self.is_prefill or cache.tier.is_resident, "keys are in host memory, "
+    .. "expected a decode step, before which all of them have arrived there")
+  local bytes = math.ceil(length / self.block_size) * self.format:bytes_page() / 2
+  cache.tier:count_read(bytes)
+  if self.reads then self.reads:add(bytes) end
+  return tensor.scope(attention_weights, self, queries, layer, i, length)
+end
+
 --- A selection of every block, for callers that need a selection.
 function Context:everything()
   return (self:select(self:new_scores(1):fill_(0), policy.everything))
@@ -566,6 +643,8 @@ arguments.methods(Context, "a context", {
                      count = options.whole, most = options.whole },
   causal_bias = { rows = options.whole, columns = options.whole, start = options.number,
                   per = options.positive },
+  attention_weights = { queries = kinds.tensor, layer = options.whole,
+                        i = options.whole, length = options.whole },
   score_on_host = { fn = options.callable },
 })
 

@@ -41,12 +41,15 @@
 --     log_weight = expression              the key counts e^log_weight times
 --     emit = { name = expression }         what is made of the weights of each block that
 --                                          was read: self.emitted.name, f32 [seqs,
---                                          kv_heads, width], 0 for the others, until the
---                                          layer is over. A prefill gives the sum over
---                                          the chunk's queries, each as in a decode step
---                                          of its own; it does so for the policy that
---                                          selects in it, and for one that watches the
---                                          prompt (watches_prompt)
+--                                          kv_heads, width], until the layer is over; of
+--                                          an expression with the dimension token, f32
+--                                          [seqs, kv_heads, width * block_size]. A
+--                                          prefill gives the sum over the chunk's
+--                                          queries, each as in a decode step of its own,
+--                                          or after max "query" the maximum. It does so
+--                                          for the policy that selects in it, and for one
+--                                          that watches the prompt (watches_prompt). 0
+--                                          where nothing was read; -inf of a maximum
 --     name = kv.kernel.map(fn)             an expression over scores and tallies, which
 --                                          self:name(ctx, …) computes
 --     evict(self, ctx)                     the worth of each token that is held, f32

@@ -67,10 +67,13 @@ describe("a kernel in CUDA, run on the CPU", function()
         bias = e.logit * -0.25 + e.input "mix", mask = (e.position % 7):ne(3),
         emit = { mass = e.weight:sum "token":mean "head", tokens = e.tokens,
                  far = (e.weight * (e.query_position - e.position)):max("token", "head"),
+                 by_token = e.weight:mean "head",
+                 most = e.weight:max("head", "query"),
                  mix = e.input "mix" * e.param "weight" } }
       local sums, why = def.emit, nil
       def.emit = { newest = e.where(e.query_position:ge(e.length - 40), e.weight, 0)
-        :sum "token":mean "head", odd = e.where((e.query_position % 2):eq(0), 0, 1) }
+        :sum "token":mean "head", odd = e.where((e.query_position % 2):eq(0), 0, 1),
+        last = e.where(e.query_index:ge(e.length - 40), e.weight, 0):sum "head" }
       for k, emit in ipairs { sums, def.emit } do -- one of them, unless --full
         def.emit = emit
         if support.is_full or i % 2 == k % 2 then
@@ -80,6 +83,20 @@ describe("a kernel in CUDA, run on the CPU", function()
       assert.is_nil(why, why)
     end)
   end
+
+  emulated("emits by token in a decode step", function()
+    for i, case in ipairs { { dtype = "f32", group = 4, block_size = 16, head_dim = 32 },
+                            { dtype = "bf16", group = 3, block_size = 40, head_dim = 16,
+                              selects = true, window = 30 } } do
+      local o = { kv_heads = 2, blocks = 40, lens = { 0, 37, 80 } }
+      for key, value in pairs(case) do o[key] = value end
+      local def = { name = "known", decode = true, complete = false, init = hooks.init,
+        select_blocks = function() end,
+        emit = { mass = e.weight:mean "head", most = e.weight:max("head", "query") } }
+      local why = hooks.differs("cpu", "emulated", i, def, o)
+      assert.is_nil(why, why)
+    end
+  end)
 
   --- The status of a launch of one thread block of 64 threads, and what it wrote.
   local function run(body)

@@ -39,6 +39,22 @@ local KNOWN = {
                           e.length:gt(20)), e.weight, 0):sum("token", "head"),
                       sum = (e.weight * (e.query_position * 2 + e.kv_head))
                         :max("token", "head") + (e.query_position - 3) * e.block } },
+  -- a number for each token, and the maximum over the queries of a prompt
+  by_token = { bias = e.input "mix" / 4,
+               emit = { mass = e.weight:mean "head",
+                        share = (e.weight / (e.weight:sum "token" + 1)):max "head",
+                        place = e.index + e.query_index * e.kv_head } },
+  most = { mask = (e.position % 5):ne(1),
+           emit = { most = e.weight:max "head":max "query",
+                    mass = e.weight:sum "token":mean "head":max "query",
+                    far = (e.index - e.query_index):cast "f32":max "query",
+                    last = e.where(e.query_index:ge(e.length - 3), e.weight, -math.huge)
+                      :max("token", "head", "query"),
+                    sum = e.weight:sum("head", "query") } },
+  newest_most = { emit = { votes = e.where(e.query_position:ge(e.length - 5), e.weight,
+                             -math.huge):mean("head", "token"):max "query",
+                           odd = e.where((e.query_index % 2):eq(0), -math.huge,
+                             e.weight):max("head", "query") } },
   shares = { emit = { mean = e.weight:mean "token":sum "head", tokens = e.tokens } },
 }
 

@@ -240,8 +240,17 @@ describe("expressions for attention", function()
     assert.matches("there is no weight in a bias", refused { bias = e.weight }, 1, true)
     assert.matches("there is no k in an emit, which knows block,",
       refused { emit = { x = e.k:sum("token", "dim") } }, 1, true)
-    assert.matches("emit.x: weight has dimensions [head, token], expected none",
-      refused { emit = { x = e.weight } }, 1, true)
+    assert.matches("emit.x: weight has dimensions [head, token], expected none but "
+      .. "token: reduce it over head", refused { emit = { x = e.weight } }, 1, true)
+    assert.matches('emit.x: max_query(weight): max "query" is the last operation of an '
+      .. "emit, and nothing else",
+      refused { emit = { x = e.weight:max("query", "head") } }, 1, true)
+    assert.matches('bias: sum_query(logit): sum "query" is the last operation of an emit',
+      refused { bias = e.logit:sum "query" }, 1, true)
+    support.raises('mean "query": what is emitted is joined over queries by sum or max',
+      function() return e.weight:mean "query" end)
+    support.raises('max "query": weight > 1 (bool [head, token]), expected f32 or i32',
+      function() return e.weight:gt(1):max "query" end)
     assert.matches("emit.x is number, expected an expression",
       refused { emit = { x = 1 } }, 1, true)
     assert.matches("there is no option fra that is a number",

@@ -21,10 +21,14 @@ local TIERS = {
 
 local MASS = { mass = e.weight:sum "token":mean "head",
                most = e.weight:max("token", "head"),
-               read = e.tokens:gt(0):cast "f32" }
+               read = e.tokens:gt(0):cast "f32",
+               of_token = e.weight:mean "head",
+               top = e.weight:max("token", "head"):max "query",
+               top_of_token = (e.weight:max "head" - e.index):max "query" }
+local IS_MAX = { top = true, top_of_token = true }
 
---- Adds a step's emitted numbers to sums[i][name], a list [kv_heads, ROOM]; i counts the
--- sequences in the order in which they came.
+--- Joins a step's emitted numbers with sums[i][name], a list [kv_heads, ROOM] of blocks
+-- or of their tokens; i counts the sequences in the order in which they came.
 local function add_emitted(self, ctx)
   for row, seq in ipairs(ctx.sequences) do
     seq = seq.base or seq
@@ -34,13 +38,15 @@ local function add_emitted(self, ctx)
     end
     local sums = self.sums[self.number[seq]]
     for name, t in pairs(self.emitted) do
-      local values, width = t:list(), t:size(2)
+      local values, width, is_max = t:list(), t:size(2), IS_MAX[name]
+      local room, nothing = ROOM * width / ctx.width, is_max and -math.huge or 0
       sums[name] = sums[name] or {}
       for head = 0, ctx.kv_heads - 1 do
-        for block = 0, ROOM - 1 do
-          local at = head * ROOM + block + 1
-          sums[name][at] = (sums[name][at] or 0) + (block < width
-            and values[((row - 1) * ctx.kv_heads + head) * width + block + 1] or 0)
+        for cell = 0, room - 1 do
+          local at = head * room + cell + 1
+          local old, new = sums[name][at] or nothing, cell < width
+            and values[((row - 1) * ctx.kv_heads + head) * width + cell + 1] or nothing
+          sums[name][at] = is_max and math.max(old, new) or not is_max and old + new
         end
       end
     end
@@ -83,7 +89,8 @@ local function expect_close(got, want, what, tolerance)
     for name, list in pairs(sums) do
       for k, x in ipairs(list) do
         local y = got[i][name][k]
-        assert.is_true(math.abs(x - y) <= tolerance * math.max(1, math.abs(x)),
+        assert.is_true(x == y
+          or math.abs(x - y) <= tolerance * math.max(1, math.abs(x)),
           ("%s: %s %d of sequence %d is %.8g, expected %.8g"):format(what or "sums", name,
             k, i, y, x))
       end
@@ -184,7 +191,10 @@ local function specs(dev_name)
   it("is zero in layers that have a window of their own", function()
     local o = { window = { 0, 20 } }
     local sums = play(dev, o, WHOLE)
-    for _, x in ipairs(sums[1].mass) do assert.equal(0, x) end
+    for _, name in ipairs { "mass", "of_token" } do
+      for _, x in ipairs(sums[1][name]) do assert.equal(0, x) end
+    end
+    for _, x in ipairs(sums[1].top_of_token) do assert.equal(-math.huge, x) end
     local first = play(dev, o, WHOLE, { defaults = { layer = 0 } })
     close(first, play(dev, {}, WHOLE, { defaults = { layer = 0 } }))
   end)

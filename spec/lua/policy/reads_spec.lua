@@ -57,8 +57,8 @@ local BY_HAND = {
   { "gsa", bytes = TALLY / SHAPE.kv_heads },
   { "gsa", { scores = "mean", refresh = 2 }, keys = MEANS / 2,
     bytes = TALLY / SHAPE.kv_heads / 2 },
-  -- the keys of full blocks, or their means, at the first of two steps
-  { "snapkv", keys = FULL * SIZE / 2, bytes = TALLY },
+  -- all keys, or the means of full blocks, at the first of two steps
+  { "snapkv", keys = BLOCKS * SIZE / 2, bytes = TALLY },
   { "keydiff", keys = FULL / 2, bytes = TALLY },
   -- and a log_weight of each attended block
   { "magicpig", { code = 256 }, keys = FULL / 2, bytes = 32 * BLOCKS + 4 * 5 },
@@ -150,7 +150,7 @@ describe("what a step reads", function()
           return begin(self, batch, is_prefill)
         end
       end)
-    local bytes = KEY * (5 * SIZE * 2 + FULL * SIZE / 2) + TALLY
+    local bytes = KEY * (5 * SIZE * 2 + BLOCKS * SIZE / 2) + TALLY
     assert.near(SHAPE.layers * SHAPE.kv_heads * bytes, seen.bytes_read, 1e-6)
     assert.near(5, seen.blocks_read, 1e-9)
   end)

@@ -103,7 +103,8 @@ end
 --- Reduces over one dimension or several: x:sum "dim", x:max("head", "token"). sum, max
 -- and min keep the type of numbers; mean and logsumexp make f32; argmax is the index,
 -- i32; any and all take bools. pack puts 32 bools into each u32, along a new dimension
--- "word".
+-- "word". sum "query" and max "query" come last in an emit, and say how a prefill joins
+-- the numbers of its queries.
 local function reduction(op)
   return function(x, ...)
     local where, names = user_line(), { ... }
@@ -340,7 +341,10 @@ function M.resolve(root, fields, what, beside)
   local new, count = {}, 0
   M.each(root, function(x)
     count = count + 1
-    if x.op == "field" then
+    if x.over == "query" then
+      fail(x.line, "%s: %s: %s \"query\" is the last operation of an emit, and nothing "
+        .. "else", what, M.text(x, 60), x.op)
+    elseif x.op == "field" then
       local field = fields[x.name]
       if beside and beside[x.name] then
         fail(x.line, "%s: %s is a field of the same summary, and a field is made of k, v "

@@ -2,8 +2,9 @@
 -- block or a key.
 --
 -- A value of this kind is computed once for each query: keep ^ (length - query_index).
--- A condition of this kind may say which queries are needed. The others add 0 whatever
--- their weights are, so that their scores need not be computed:
+-- A condition of this kind may say which queries are needed. The others add nothing
+-- whatever their weights are (0 to a sum, -inf to a maximum), so that their scores need
+-- not be computed:
 --
 --   e.where(e.query_index:ge(e.length - 32), e.weight, 0):sum "token":mean "head"
 --
@@ -28,43 +29,51 @@ local function is_of_query(x)
 end
 
 local function is_finite(x) return x.op == "number" and math.abs(x.value) < math.huge end
-local function is_zero(x) return x.op == "number" and x.value == 0 end
 
 local function make(op, args)
   return setmetatable({ op = op, args = args, type = "bool",
     dims = expression.join(args), line = rawget(args[1], "line") }, expression.Expression)
 end
 
--- f(0) is 0. A block has at least one token where these are computed.
-local KEEPS_ZERO = { sum = true, mean = true, max = true, min = true, neg = true,
-                     abs = true, relu = true, sqrt = true, tanh = true, floor = true }
+-- What a query adds that adds nothing: to a sum, and to a maximum.
+local NOTHING = { sum = 0, max = -math.huge }
+M.NOTHING = NOTHING
 
---- A condition without which a value is 0; nil: none is known.
-local function condition_of(x)
+-- f of NOTHING is NOTHING. A block has at least one token where these are computed.
+local KEEPS = {
+  sum = { sum = true, mean = true, max = true, min = true, neg = true, abs = true,
+          relu = true, sqrt = true, tanh = true, floor = true },
+  max = { sum = true, mean = true, max = true, min = true },
+}
+
+--- A condition without which a value adds nothing; nil: none is known.
+---@param join string  sum or max
+local function condition_of(x, join)
   local a, b, c = x.args[1], x.args[2], x.args[3]
-  if x.op == "cast" then
+  local function is_nothing(y) return y.op == "number" and y.value == NOTHING[join] end
+  if x.op == "cast" and join == "sum" then
     if a.type == "bool" then return is_of_query(a) and a or nil end
-    return condition_of(a)
-  elseif x.op == "mul" then
-    if is_finite(b) then return condition_of(a) end
-    return is_finite(a) and condition_of(b) or nil
+    return condition_of(a, join)
+  elseif x.op == "mul" and join == "sum" then
+    if is_finite(b) then return condition_of(a, join) end
+    return is_finite(a) and condition_of(b, join) or nil
   elseif x.op == "where" then
-    if is_zero(c) then return is_of_query(a) and a or condition_of(b) end
-    if not is_zero(b) then return nil end
-    return is_of_query(a) and make("bnot", { a }) or condition_of(c)
-  elseif #x.args == 1 and KEEPS_ZERO[x.op] then
-    return condition_of(a)
+    if is_nothing(c) then return is_of_query(a) and a or condition_of(b, join) end
+    if not is_nothing(b) then return nil end
+    return is_of_query(a) and make("bnot", { a }) or condition_of(c, join)
+  elseif #x.args == 1 and KEEPS[join][x.op] then
+    return condition_of(a, join)
   end
   return nil
 end
 
 --- The condition that a query has to meet, or nil: all are needed.
----@param roots kvlab.Expression[]  all that is emitted
+---@param roots table[]  all that is emitted: node, join
 ---@return kvlab.Expression|nil  bool, without dimensions
 function M.needed(roots)
   local any
-  for _, x in ipairs(roots) do
-    local condition = condition_of(x)
+  for _, root in ipairs(roots) do
+    local condition = condition_of(root.node, root.join)
     if not condition then return nil end
     any = any and make("bor", { any, condition }) or condition
   end

@@ -6,10 +6,11 @@
 --   map       tensors [seqs, kv_heads, width] -> one of that shape, element by element
 --   hook      a query head and a key that it sees -> what is added to their score, and
 --             whether the key is seen at all
---   emit      the weights of a block's keys -> a number for each block and KV head, in a
---             decode step, from the scores that attention kept
---   prompt    the same in a prefill: the sum over the queries of the chunk, from scores
---             that are computed again
+--   emit      the weights of a block's keys -> a number for each block, or for each of
+--             its tokens, and KV head, in a decode step, from the scores that attention
+--             kept
+--   prompt    the same in a prefill: the sum or the maximum over the queries of the
+--             chunk, from scores that are computed again
 local expression = require "kvlab.kernel.expression.expression"
 local ffi = require "ffi"
 local of_query = require "kvlab.kernel.expression.of_query"
@@ -22,7 +23,8 @@ local M = {}
 ---@class kvlab.Plan
 ---@field place string
 ---@field what string       for errors: "policy quest: score"
----@field roots table[]     name, node, dtype (of the memory that it is stored in)
+---@field roots table[]     name, node, dtype (of the memory that it is stored in); of an
+--                         emit also join (sum or max over queries) and by_token
 ---@field sizes table<string, integer>
 ---@field codec string      of the cache
 ---@field dtype string      of keys and values that are read out of it
@@ -318,12 +320,17 @@ function M.seen(fields, dtype)
   return seen
 end
 
---- The expression of a score with its fields put in; raises if it is not one number.
-local function check_score(x, seen, what)
+--- The expression of a score with its fields put in; raises if it is not one number, or
+-- one for each element of the dimension `along`.
+---@param along? string
+local function check_score(x, seen, what, along)
   x = expression.resolve(x, seen, what)
-  if #x.dims > 0 then
-    fail(x, "%s: %s has dimensions [%s], expected none: reduce it over %s", what,
-      expression.text(x, 60), table.concat(x.dims, ", "), table.concat(x.dims, " and "))
+  local dims = {}
+  for _, dim in ipairs(x.dims) do if dim ~= along then dims[#dims + 1] = dim end end
+  if #dims > 0 then
+    fail(x, "%s: %s has dimensions [%s], expected none%s: reduce it over %s", what,
+      expression.text(x, 60), table.concat(x.dims, ", "),
+      along and " but " .. along or "", table.concat(dims, " and "))
   end
   if x.type ~= "f32" and x.type ~= "i32" then
     fail(x, "%s: %s is %s, expected f32 or i32", what, expression.text(x, 60), x.type)
@@ -495,30 +502,47 @@ local function weight_node(score, mask)
   return seen:where(e.exp(score - lse), 0)
 end
 
+-- What is emitted where nothing is read, by join.
+M.NOTHING = of_query.NOTHING
+
+--- Checks an expression of `emit`, before any device is known.
+---@return kvlab.Expression  of one query: none but the dimension token
+---@return string join  sum or max: what a prefill makes of the numbers of its queries
 function M.check_emit(name, x, what)
   what = ("%s: emit.%s"):format(what, name)
   if not expression.is_expression(x) then
     error(("%s is %s, expected an expression"):format(what, type(x)), 0)
   end
-  x = check_score(x, {}, what)
+  local join = "sum"
+  if x.over == "query" then x, join = x.args[1], x.op end
+  x = check_score(x, {}, what, "token")
   expression.each(x, function(one)
     if one.op == "leaf" then check_leaf({ place = "emit", what = what }, x, one) end
   end)
-  return x
+  return x, join
 end
 
---- What attention emits for each block that it read.
+--- Adds what is emitted under a name.
+local function add_emit(plan, name, x, join, o)
+  if x.type ~= "f32" then x = x:cast "f32" end
+  add_root(plan, name, x, "f32", o)
+  local root = plan.roots[#plan.roots]
+  root.join, root.by_token = join, #x.dims > 0
+end
+
+--- What attention emits for each block that it read, or for each token of it.
 function M.emit(name, x, what, o)
-  x = with_scale(M.check_emit(name, x, what), o)
+  local of_one, join = M.check_emit(name, x, what)
   local plan = new_plan("emit", ("%s: emit.%s"):format(what, name), o)
   local score = leaf("score", "f32", { "head", "token" })
-  x = expression.replace(x, expression.leaves.weight, weight_node(score))
-  add_root(plan, "out", x, "f32", o)
+  add_emit(plan, "out", expression.replace(with_scale(of_one, o),
+    expression.leaves.weight, weight_node(score)), join, o)
   return plan
 end
 
---- What attention emits in a prefill: for each block, the sum over the queries that see
--- it. All of a policy's expressions are one kernel, because they share the weights.
+--- What attention emits in a prefill: for each block or token, the sum or the maximum
+-- over the queries that see it. All of a policy's expressions are one kernel, because
+-- they share the weights.
 ---@param def table  emit, and the bias, mask and log_weight that attention has
 ---@return kvlab.Plan  roots: those of def.emit, by name
 function M.prompt(def, what, o)
@@ -532,10 +556,10 @@ function M.prompt(def, what, o)
   if def.mask then mask = with_scale(check_hook("mask", def.mask, what), o) end
   local weight = weight_node(score, mask)
   for _, name in ipairs(sorted.keys(def.emit)) do
-    local x = with_scale(M.check_emit(name, def.emit[name], what), o)
-    roots[#roots + 1] = in_indices(x)
-    x = expression.replace(x, expression.leaves.weight, weight)
-    add_root(plan, name, x, "f32", o)
+    local x, join = M.check_emit(name, def.emit[name], what)
+    x = with_scale(x, o)
+    roots[#roots + 1] = { node = in_indices(x), join = join }
+    add_emit(plan, name, expression.replace(x, expression.leaves.weight, weight), join, o)
   end
   plan.query_values = {}
   for _, root in ipairs(plan.roots) do

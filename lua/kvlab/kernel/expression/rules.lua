@@ -198,6 +198,14 @@ function M.reduce(name, x, over, where)
   if x.op == "number" then
     fail(where, "%s: %s has no dimensions", what, tostring(x))
   end
+  if over == "query" then
+    if name ~= "sum" and name ~= "max" then
+      fail(where, "%s: what is emitted is joined over queries by sum or max, which do "
+        .. "not depend on how a prompt is cut", what)
+    end
+    expect_type(x, { f32 = true, i32 = true }, "f32 or i32", what, where)
+    return x, x.type, x.dims
+  end
   if not has(x.dims, over) then
     local near, far = words.nearest(over, x.dims)
     fail(where, "%s: %s has no dimension %s%s", what, side(x), over,

@@ -36,7 +36,7 @@ local function can_use_vectors(plan, lanes)
   return ok
 end
 
---- Whether a hook can take its keys in vectors: by the types, and what it reads of them.
+--- Whether tokens can be walked in vectors: by the types, and what is read of them.
 local function can_use_key_vectors(plan)
   local ok, seen = true, {}
   for _, root in ipairs(plan.roots) do
@@ -71,6 +71,18 @@ local function vectors_over_tokens(plan)
     end, seen)
   end
   return can, some
+end
+
+--- Whether tokens are walked in vectors because an emit has a number for each of them.
+local function emits_in_vectors(plan, token_vectors)
+  local by_token, ok, seen = false, true, {}
+  for _, root in ipairs(plan.roots) do
+    by_token = by_token or root.by_token or false
+    expression.each(root.node, function(x)
+      if x.over == "token" and not token_vectors[x] then ok = false end
+    end, seen)
+  end
+  return by_token and ok
 end
 
 local Q_LOADS = [[
@@ -234,8 +246,9 @@ static int piece(const void *arguments, int64_t begin, int64_t end) {
           (seq * a->selection_heads + kv_head %% a->selection_heads) * a->entries;
     const int length = lens[seq], blocks = (length + TOKENS - 1) / TOKENS;
     const int block = selection ? selection[entry] : (int)entry;
-    float *out = (float *)a->out + row * a->width;
-    if (!selection && block >= blocks) out[entry] = 0;
+    float *out = (float *)a->out + row * a->width * CELLS;
+    for (int cell = 0; !selection && block >= blocks && cell < CELLS; cell++)
+      out[entry * CELLS + cell] = %s;
     if (block < 0 || block >= blocks || block >= a->width) continue;
     const int tokens = (int)i64_min(TOKENS, length - block * TOKENS);
     const int query_index = length - 1;
@@ -243,8 +256,7 @@ static int piece(const void *arguments, int64_t begin, int64_t end) {
     const float *scores = (const float *)a->scores + row * GROUP * stride;
     const float *lse = (const float *)a->lse + row * GROUP;
     (void)kv_head, (void)tokens, (void)query_index;
-%s    out[block] = %s;
-  }
+%s  }
   return 0;
 }
 
@@ -418,14 +430,19 @@ local function print_hook(self)
 end
 
 local function print_emit(self)
-  local plan, value = self.plan, nil
-  local fixed, block = body(self, function(s) value = s:value(plan.roots[1].node, {}) end)
+  local plan, root = self.plan, self.plan.roots[1]
+  local fixed, block = body(self, function(s)
+    local text = c_printer.emitted(s, root)
+    s:line((root.by_token and "for (int t = 0; t < TOKENS; t++) out[block * TOKENS + t] "
+      .. "= t < tokens ? %s : %s;" or "out[block] = %s;"):format(text,
+      c_text.nothing(root)))
+  end)
   local lines = fixed_lines(plan)
   for _, text in ipairs(input_lines(plan, "seq", "row")) do lines[#lines + 1] = text end
-  return ("enum { TOKENS = %d, GROUP = %d };\n"):format(plan.sizes.token,
-      plan.sizes.head) .. struct(plan) .. "\n"
-    .. EMIT:format(indented(lines, "    ") .. indented(fixed, "    ")
-      .. indented(block, "    "), value)
+  return ("enum { TOKENS = %d, GROUP = %d, CELLS = %s };\n"):format(plan.sizes.token,
+      plan.sizes.head, c_text.cells(root)) .. struct(plan) .. "\n"
+    .. EMIT:format(c_text.nothing(root), indented(lines, "    ")
+      .. indented(fixed, "    ") .. indented(block, "    "))
 end
 
 local PRINTS = { score = print_score, summary = print_summary, map = print_map,
@@ -440,7 +457,8 @@ function M.print(plan, lanes)
                               lanes = lanes, tokens = "tokens" }
   local over_tokens
   self.token_vectors, over_tokens = vectors_over_tokens(plan)
-  self.keys_in_vectors = plan.place == "hook" and can_use_key_vectors(plan)
+  self.keys_in_vectors = can_use_key_vectors(plan)
+    and (plan.place == "hook" or emits_in_vectors(plan, self.token_vectors))
   self.items = plan.place == "score" and self.vectors and not over_tokens
     and c_text.items_together(plan, math.floor(lanes / plan.sizes.head)) or 1
   local title = {}

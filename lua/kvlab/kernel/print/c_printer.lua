@@ -4,8 +4,9 @@
 --
 -- What a kernel sets: plan, lanes (numbers of a vector), vectors (they can run along
 -- dim), token_vectors (the reductions over tokens that are done in vectors),
--- keys_in_vectors (of a hook), items (blocks at once), tokens (how many, as text),
--- key_bytes (of a summary, or a score that walks through the K of one block at a time).
+-- keys_in_vectors (of a hook, or an emit by token), items (blocks at once), tokens (how
+-- many, as text), key_bytes (of a summary, or a score that walks through the K of one
+-- block at a time).
 local c_text = require "kvlab.kernel.print.c_text"
 local expression = require "kvlab.kernel.expression.expression"
 local pages = require "kvlab.tensor.pages"
@@ -28,9 +29,7 @@ Printer.__index = Printer
 -- ---- loops ----------------------------------------------------------------------------
 
 function Printer:mode(dim, size)
-  if dim == "token" and self.plan.place == "hook" then
-    return self.keys_in_vectors and "vector" or "loop"
-  end
+  if dim == "token" then return self.keys_in_vectors and "vector" or "loop" end
   if dim == "dim" and self.vectors then return "vector" end
   if dim == "item" or dim == "head" and size <= heads_unrolled(self.plan) then
     return "unroll"
@@ -360,6 +359,22 @@ function Printer:reduce_end(s, work, mode, size)
   end
   sums_together(self, s, sums, names)
   return names
+end
+
+-- ---- what is emitted ------------------------------------------------------------------
+
+--- Prints what is emitted of one query and block. Returns the text of cell t of it: the
+-- number of the block, or that of its token t.
+function M.emitted(s, root)
+  if not root.by_token then return s:value(root.node, {}) end
+  local cells = s:name "cells"
+  s:line(("float %s[TOKENS + VF] __attribute__((aligned(64)));"):format(cells))
+  s:over({ "token" }, function(bind)
+    local text, at = s:value(root.node, bind), bind.token.text
+    s:line((bind.token.vector and "vf_store(%s, %s, %s, KVL_DTYPE_F32);"
+      or "%s[%s] = %s;"):format(cells, at, text))
+  end)
+  return cells .. "[t]"
 end
 
 -- ---- what kernels begin with ----------------------------------------------------------

@@ -12,7 +12,7 @@ local M = {}
 -- block's sum has one order, whatever the number of threads.
 local PROMPT = [[
 enum {
-  TOKENS = %d, GROUP = %d, DIM = %d, EMITS = %d,
+  TOKENS = %d, GROUP = %d, DIM = %d, CELLS = %s,
   BLOCKS = PRODUCT_LANES / TOKENS > 1 ? PRODUCT_LANES / TOKENS : 1,
   COLUMNS = (BLOCKS * TOKENS + VF - 1) / VF * VF,
   QUERIES = 64 / GROUP > 1 ? 64 / GROUP : 1,
@@ -87,7 +87,9 @@ static int piece(const void *arguments, int64_t begin, int64_t end) {
     const int lowest =
         rows > 0 ? take_blocks(a, &e, seq, kv_head, run * BLOCKS, of) : -1;
     if (lowest < 0) continue;
-    double sums[BLOCKS][EMITS] = {{0}};
+    double sums[BLOCKS][CELLS];
+    for (int b = 0; b < BLOCKS; b++) {
+%s    }
 %s    for (int query = max_i32(0, lowest * TOKENS - index0); query < rows;) {
       int n = 0;
       for (; query < rows && n < QUERIES; query++)
@@ -159,22 +161,34 @@ end
 ---@param self kvlab.PrinterC
 ---@return string
 function M.print(self)
-  local plan, ends = self.plan, {}
+  local plan, starts, ends, cells = self.plan, {}, {}, "0"
+  local first = {} -- cell of each root among those of a block
+  for i, root in ipairs(plan.roots) do
+    local own, at = c_text.cells(root), cells
+    first[root], cells = at, cells .. " + " .. own
+    starts[i] = ("for (int t = 0; t < %s; t++) sums[b][%s + t] = %s;"):format(own, at,
+      c_text.nothing(root))
+    ends[#ends + 1] = ("for (int t = 0; t < %s; t++)"):format(own)
+    ends[#ends + 1] = ("  ((float *)a->emit_%s)[to * %s + t] = (float)sums[b][%s + t];")
+      :format(root.name, own, at)
+  end
   local fixed, block = c_text.body(self, function(s)
-    for i, root in ipairs(plan.roots) do
-      s:line(("sums[b][%d] += %s;"):format(i - 1, s:value(root.node, {})))
+    for _, root in ipairs(plan.roots) do
+      local text = c_printer.emitted(s, root)
+      s:line(("for (int t = 0; t < %s; t++) {"):format(root.by_token and "tokens" or "1"))
+      s:line(("  double *sum = &sums[b][%s + t];"):format(first[root]))
+      s:line((root.join == "max" and "  if (%s > *sum) *sum = %s;" or "  *sum += %s;")
+        :format(text, text))
+      s:line "}"
     end
   end)
-  for i, root in ipairs(plan.roots) do
-    ends[i] = ("((float *)a->emit_%s)[to] = (float)sums[b][%d];"):format(root.name, i - 1)
-  end
   local lines = c_printer.fixed_lines(plan)
   for _, text in ipairs(c_text.input_lines(plan, "seq", "row")) do
     lines[#lines + 1] = text
   end
   return '#include "cpu/attention/emission.h"\n\n' .. PROMPT:format(plan.sizes.token,
-    plan.sizes.head, plan.sizes.dim, #plan.roots, c_text.struct(plan) .. "\n",
-    query_functions(self), c_text.NUMBERS[plan.codec],
+    plan.sizes.head, plan.sizes.dim, cells, c_text.struct(plan) .. "\n",
+    query_functions(self), c_text.NUMBERS[plan.codec], indented(starts, "      "),
     indented(lines, "    ") .. indented(fixed, "    "),
     indented(c_text.query_value_lines(plan), "        "),
     indented(block, "          "),

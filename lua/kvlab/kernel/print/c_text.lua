@@ -205,6 +205,14 @@ local function body(self, fn)
   return s.scopes[schedule.FIXED].lines, s.scopes[schedule.BLOCK].lines
 end
 
+--- What is emitted where nothing is read.
+function M.nothing(root)
+  return M.literal(nil, place.NOTHING[root.join], "f32")
+end
+
+--- How many numbers are emitted for each block.
+function M.cells(root) return root.by_token and "TOKENS" or "1" end
+
 --- Lines that compute the values of the query at hand, in what a prefill emits.
 ---@return string[]
 function M.query_value_lines(plan)

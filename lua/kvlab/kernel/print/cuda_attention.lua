@@ -1,5 +1,6 @@
 --- Prints kernels of attention in CUDA: a hook, which is compiled into the hand-written
--- decode and prefill kernels, and what attention emits for each block.
+-- decode and prefill kernels, and what attention emits for each
+-- block or token.
 local shared = require "kvlab.kernel.print.c_text"
 local printer = require "kvlab.kernel.print.cuda_printer"
 local pages = require "kvlab.tensor.pages"
@@ -193,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int seen_from = kvl__window_begin((int)a->window, query_index);
   const float *row_lse = (const float *)a->lse + row * GROUP;
   const float *scores = (const float *)a->scores + row * GROUP * stride;
-  float *out = (float *)a->out + row * a->width;
+  float *out = (float *)a->out + row * a->width * CELLS;
   const int lane = threadIdx.x %% TEAM, team = threadIdx.x / TEAM;
 %s  const int64_t entry = (int64_t)blockIdx.x * TEAMS + team;
   const int32_t *selection = (const int32_t *)a->selection;
@@ -203,25 +204,36 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const bool known = found >= 0 && found < blocks && found < a->width;
   const int block = known ? found : 0; /* lanes of a warp must not part */
   const int tokens = known ? min_i32(TOKENS, length - block * TOKENS) : 0;
-%s  const float value = (float)(%s);
-  if (known && lane == 0) out[block] = value;
-  if (!known && !selection && entry < a->width && lane == 0) out[entry] = 0;
+%s  const bool is_empty = !known && !selection && entry < a->width;
+  for (int cell = lane; is_empty && cell < CELLS; cell += TEAM)
+    out[entry * CELLS + cell] = %s;
 }
 ]]
 
 --- A team takes a block, and its lanes take the tokens.
 function M.emit(self)
-  local plan, value = self.plan, nil
+  local plan, root = self.plan, self.plan.roots[1]
+  local nothing = shared.nothing(root)
   local fixed, block = shared.body(self, function(s)
-    value = s:value(plan.roots[1].node, {})
+    if root.by_token then
+      s:over({ "token" }, function(bind)
+        local text, at = s:value(root.node, bind), bind.token.text
+        s:line(("if (known && %s < TOKENS) out[block * TOKENS + %s] = %s < tokens ? %s "
+          .. ": %s;"):format(at, at, at, text, nothing))
+      end)
+    else
+      local text = s:value(root.node, {})
+      s:line(("if (known && lane == 0) out[block] = %s;"):format(text))
+    end
   end)
   local lines = fixed_lines(plan)
   for _, text in ipairs(shared.input_lines(plan, "seq", "row")) do
     lines[#lines + 1] = text
   end
-  return ("enum { GROUP = %d };\n"):format(plan.sizes.head)
+  return ("enum { GROUP = %d, CELLS = %s };\n"):format(plan.sizes.head,
+      shared.cells(root))
     .. EMIT:format(indented(lines, "  ") .. indented(fixed, "  "), indented(block, "  "),
-      value)
+      nothing)
 end
 
 return M

@@ -38,9 +38,8 @@ local function shape_of(plan, threads, rows)
   s.dim = sizes.dim <= 64 and 64 or sizes.dim <= 128 and 128 or 256
   s.keys_bytes = s.slice * s.dim * bytes_of(tile_dtype(plan))
   s.logits_bytes = (rows * s.stride + 32) * 4
-  -- shared memory that is not dynamic: of, counts, start, at, lse, the sums
-  s.static = s.blocks * 16 + s.queries * 8 + rows * 8
-    + #plan.roots * threads / s.team * 4 + KIB
+  -- shared memory that is not dynamic: of, counts, start, at, lse
+  s.static = s.blocks * 16 + s.queries * 8 + rows * 8 + KIB
   function s.bytes(q_dtype)
     local terms = products.terms_of({ is_exact = true }, tile_dtype(plan), q_dtype)
     local bytes = s.keys_bytes + s.logits_bytes + rows * 4 + terms * rows * s.dim * 2
@@ -73,7 +72,7 @@ end
 
 local HEAD = [[
 enum {
-  TOKENS = %d, DIM = %d, GROUP = %d, EMITS = %d, THREADS = %d, TEAM = %d,
+  TOKENS = %d, DIM = %d, GROUP = %d, SUMS = %d, THREADS = %d, TEAM = %d,
   TEAMS = THREADS / TEAM,
   BLOCKS = %d, KEYS = %d, SLICE = %d, STRIDE = %d, /* keys of the blocks, and at once */
   QUERIES = %d, ROWS = %d, D = %d,
@@ -134,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   DYNAMIC_SHARED(memory);
   __shared__ int of[BLOCKS], counts[BLOCKS], at[2][QUERIES];
   __shared__ int64_t start[BLOCKS];
-  __shared__ float row_lse_of[2][ROWS], partial[EMITS][PER_BLOCK * BLOCKS];
+  __shared__ float row_lse_of[2][ROWS];
   const int kv_heads = (int)a->kv_heads;
   const int64_t row = blockIdx.x, seq = row / kv_heads, width = a->width;
   const int kv_head = (int)(row %% kv_heads);
@@ -184,8 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const float soft_cap = (float)a->soft_cap;
   const float factor = (float)a->scale * (unit ? unit[kv_head] : 1.0f);
 %s
-  float sums[EMITS] = {}, lost[EMITS] = {};
-  int turn = 0;
+%s  int turn = 0;
   for (int next = max_i32(0, lowest * TOKENS - index0); next < rows; turn ^= 1) {
     const int n =
         next_queries(a, kv_head, length, blocks, index0, rows, &next, at[turn]);
@@ -241,15 +239,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
           all_logits + own * GROUP * STRIDE + b * TOKENS;
 %s    }
   }
-%s  __syncthreads();
-  for (int b = threadIdx.x; b < BLOCKS; b += THREADS) {
-    if (of[b] < 0) continue;
-    float total[EMITS] = {};
-    for (int i = b; i < PER_BLOCK * BLOCKS; i += BLOCKS)
-      for (int e = 0; e < EMITS; e++) total[e] += partial[e][i];
-    const int64_t to = row * width + of[b];
-%s  }
-}
+  const bool stores = team < BLOCKS && of[team %% BLOCKS] >= 0;
+  const int64_t to = row * width + of[team %% BLOCKS];
+%s}
 ]]
 
 --- The functions that compute values of a query alone, and the one that finds queries.
@@ -268,6 +260,9 @@ local function query_functions(self)
   return table.concat(texts) .. (plan.needed and NEEDED or ALL_NEEDED)
 end
 
+--- How many sums of a root a lane has.
+local function cells_of(root, each) return root.by_token and each or 1 end
+
 --- The source of a kernel without its title, and how it is launched.
 ---@param plan kvlab.Plan
 ---@param target string  "sm_90a"
@@ -277,35 +272,55 @@ function M.print(plan, target)
   local self, s, sizes = printer.new(plan), choose(plan, target), plan.sizes
   self.lanes, self.team, self.partial = "token", s.team, false
   self.each = math.ceil(sizes.token / s.team)
+  local sum_of, sums = {}, 0 -- the first of a root's sums that a thread has
+  for _, root in ipairs(plan.roots) do
+    sum_of[root], sums = sums, sums + cells_of(root, self.each)
+  end
   local fixed, block = shared.body(self, function(one)
-    for i, root in ipairs(plan.roots) do
-      one:line(("const float value_%d = (float)(%s);"):format(i,
-        one:value(root.node, {})))
-    end
-    for i = 1, #plan.roots do
-      one:line(("if (known) emission_add(sums[%d], lost[%d], value_%d);"):format(i - 1,
-        i - 1, i))
+    for _, root in ipairs(plan.roots) do
+      local sum = sum_of[root]
+      local function add(text, condition)
+        one:line((root.join == "max" and "if (%s) sums[%d] = max_f32(sums[%d], %s);"
+          or "if (%s) emission_add(sums[%d], lost[%d], %s);"):format(condition, sum, sum,
+          text))
+        sum = sum + 1
+      end
+      if root.by_token then
+        one:over({ "token" }, function(bind)
+          add(one:value(root.node, bind), bind.token.text .. " < tokens")
+        end)
+      else
+        add(one:value(root.node, {}), "known")
+      end
     end
   end)
-  local before, stores, ends = printer.fixed_lines(plan), {}, {}
+  local before, starts, ends = printer.fixed_lines(plan), {}, {}
   for _, text in ipairs(shared.input_lines(plan, "seq", "row")) do
     before[#before + 1] = text
   end
-  for i, root in ipairs(plan.roots) do
-    stores[i] = ("if (lane == 0 && team < PER_BLOCK * BLOCKS) partial[%d][team] = "
-      .. "sums[%d];"):format(i - 1, i - 1)
-    ends[i] = ("((float *)a->emit_%s)[to] = total[%d];"):format(root.name, i - 1)
+  for _, root in ipairs(plan.roots) do
+    for k = 0, cells_of(root, self.each) - 1 do
+      local sum, at = sum_of[root] + k, ("lane + %d"):format(k * s.team)
+      starts[sum + 1] = ("sums[%d] = %s;"):format(sum, shared.nothing(root))
+      ends[#ends + 1] = ("total = emission_total<PER_BLOCK, BLOCKS * TEAM, %s>(all_logits"
+        .. ", sums[%d]);"):format(root.join == "max" and "true" or "false", sum)
+      ends[#ends + 1] = ("if (stores && %s) ((float *)a->emit_%s)[%s] = total;"):format(
+        root.by_token and at .. " < TOKENS" or "lane == 0", root.name,
+        root.by_token and "to * TOKENS + " .. at or "to")
+    end
   end
   local text = '#include "cuda/attention/emission.cuh"\n\n'
-    .. HEAD:format(sizes.token, sizes.dim, sizes.head, #plan.roots, s.threads, s.team,
+    .. HEAD:format(sizes.token, sizes.dim, sizes.head, sums, s.threads, s.team,
       s.blocks, s.keys, s.slice, s.stride, s.queries, s.rows, s.dim,
       printer.CPP[plan.codec], printer.CPP[tile_dtype(plan)])
     .. shared.struct(plan) .. "\n" .. printer.Q_AT .. query_functions(self)
     .. PROMPT:format(s.keys_bytes, s.keys_bytes + s.logits_bytes,
       s.keys_bytes + s.logits_bytes + s.rows * 4,
-      indented(before, "  ") .. indented(fixed, "  "), "]",
+      indented(before, "  ") .. indented(fixed, "  "),
+      "  [[maybe_unused]] float sums[SUMS], lost[SUMS] = {}, total;\n"
+        .. indented(starts, "  "), "]",
       indented(shared.query_value_lines(plan), "      "), "]", "]",
-      indented(block, "      "), indented(stores, "  "), indented(ends, "    "))
+      indented(block, "      "), indented(ends, "  "))
   local bytes = {}
   for name, dtype in pairs(products.QUERY_DTYPES) do bytes[dtype] = s.bytes(name) end
   return text, { threads = s.threads, items = s.blocks, bytes_shared = bytes }

@@ -3,6 +3,7 @@
 -- What it calls is in kernel/run/numbers.lua.
 local expression = require "kvlab.kernel.expression.expression"
 local pages = require "kvlab.tensor.pages"
+local place = require "kvlab.kernel.expression.place"
 local schedule = require "kvlab.kernel.print.schedule"
 
 local M = {}
@@ -291,10 +292,12 @@ for row = 0, a.seqs * a.kv_heads - 1 do
   local length, layer, lse = a.lens[seq], a.layer, row * GROUP
   local blocks, query_index = ceil(length / TOKENS), length - 1
   local seen_from = a.window > 0 and max(length - a.window, 0) or 0
-  local out, scores = row * a.width, row * GROUP * stride
+  local out, scores = row * a.width * CELLS, row * GROUP * stride
   local list = (seq * a.selection_heads + kv_head %% a.selection_heads) * a.entries
 %s  for entry = 0, a.entries - 1 do
-    if a.selection == nil then a.out[out + entry] = 0 end
+    for cell = 0, a.selection == nil and CELLS - 1 or -1 do
+      a.out[out + entry * CELLS + cell] = %s
+    end
     local block = a.selection ~= nil and a.selection[list + entry] or entry
     if block >= 0 and block < blocks and block < a.width then
       local tokens = min(TOKENS, length - block * TOKENS)
@@ -456,17 +459,36 @@ local function print_hook(self)
     .. indented(s.scopes[schedule.FIXED].lines, "  "))
 end
 
+--- Calls fn(text, at) with the value that is emitted and its cell of the block, inside of
+-- a loop if there is one for each token.
+local function each_cell(s, root, fn)
+  if not root.by_token then return fn(s:value(root.node, {}), "0") end
+  s:over({ "token" }, function(bind)
+    local text = s:value(root.node, bind)
+    fn(text, bind.token.text)
+  end)
+end
+
+--- What is emitted where nothing is read.
+local function nothing(self, root)
+  return self:literal(place.NOTHING[root.join], "f32")
+end
+
 local function print_emit(self)
   local plan, first = self.plan, {}
+  local root = plan.roots[1]
   local fixed, block = body(self, function(s)
-    s:line(("a.out[out + block] = %s"):format(s:value(plan.roots[1].node, {})))
+    each_cell(s, root, function(text, at)
+      s:line(("a.out[out + block * CELLS + %s] = %s"):format(at, text))
+    end)
   end)
   for _, name in ipairs(plan.inputs) do
     first[#first + 1] = ("local in_%s = (a.heads_%s == 1 and seq or row) * a.width")
       :format(name, name)
   end
-  return ("local GROUP = %d\n"):format(plan.sizes.head)
-    .. EMIT:format(indented(first, "  ") .. indented(fixed, "  "),
+  return ("local GROUP, CELLS = %d, %s\n"):format(plan.sizes.head,
+      root.by_token and "TOKENS" or "1")
+    .. EMIT:format(indented(first, "  ") .. indented(fixed, "  "), nothing(self, root),
       indented(block, "      "))
 end
 
@@ -500,17 +522,22 @@ local function print_prompt(self)
         QUERY_CALL:format(value.name))
     end
   end
-  local function is_out(root) return "sum_" .. root.name end
   local fixed, block = body(self, function(s)
     for _, root in ipairs(plan.roots) do
-      local text = s:value(root.node, {})
-      s:line(("%s = %s + %s"):format(is_out(root), is_out(root), text))
+      each_cell(s, root, function(text, at)
+        s:line((root.join == "max" and "sums_%s[%s] = max_f32(sums_%s[%s], %s)"
+          or "sums_%s[%s] = sums_%s[%s] + %s"):format(root.name, at, root.name, at, text))
+      end)
     end
   end)
   for i, root in ipairs(plan.roots) do
-    starts[i] = ("local %s = 0"):format(is_out(root))
-    ends[i] = ("if is_there then a.emit_%s[out + block] = %s end"):format(root.name,
-      is_out(root))
+    local cells = root.by_token and "TOKENS" or "1"
+    starts[i] = ("local sums_%s = ffi.new(\"double[?]\", %s)\n"
+      .. "      for cell = 0, %s - 1 do sums_%s[cell] = %s end"):format(root.name, cells,
+      cells, root.name, nothing(self, root))
+    ends[i] = ("for cell = 0, is_there and %s - 1 or -1 do\n        a.emit_%s[(out + "
+      .. "block) * %s + cell] = sums_%s[cell]\n      end"):format(cells, root.name, cells,
+      root.name)
   end
   for _, name in ipairs(plan.inputs) do
     first[#first + 1] = ("local in_%s = (a.heads_%s == 1 and seq or row) * a.width")

@@ -37,6 +37,36 @@ local function scores_of(self, ctx)
   return kept
 end
 
+local function view_of(buffer, seqs, heads, tokens)
+  return buffer:narrow(0, seqs * heads * tokens):reshape { seqs, heads, tokens }
+end
+
+--- Memory for what is emitted by token under a name: f32 [seqs, kv_heads, width *
+-- block_size]. There is a view for each shape of a step, because graphs write to it.
+local function cells_of(self, name, ctx)
+  local kept = self.cells[name]
+  local view = kept[ctx.shape_number]
+  if view then return view end
+  local tokens = ctx.width * self.shape.block_size
+  local count = ctx.seqs * ctx.kv_heads * tokens
+  if not kept.buffer or kept.buffer.count < count then
+    local old = kept.buffer and tonumber(kept.buffer.count) or 0
+    kept.buffer = tensor.lasting(tensor.tensor, ctx.device, "f32",
+      { math.max(count, 2 * old) }) -- the views of the one before keep it
+  end
+  view = tensor.lasting(view_of, kept.buffer, ctx.seqs, ctx.kv_heads, tokens)
+  kept[ctx.shape_number] = view
+  return view
+end
+
+--- What is emitted under a name where nothing is read, and a tensor for it: by token, or
+-- of scores, which belongs to the policy until the layer is over.
+local function new_emitted(self, name, ctx)
+  local root = self.emits[name].plan.roots[1]
+  return root.by_token and cells_of(self, name, ctx) or ctx:new_scores(),
+    place.NOTHING[root.join]
+end
+
 --- The rows of a tensor [rows of a step, …] that belong to a context, which may be a part
 -- of the step, see memory/rows.lua.
 local function part_of(t, ctx) return ctx.row and t:narrow(ctx.row, ctx.seqs) or t end
@@ -117,8 +147,8 @@ function Hook:attend(attention, reader, selection, ctx, out, lse)
   if next(self.emits) then lse = lse or scores_of(self, ctx).lse end
   self:forget()
   out = reader:attend(attention, selection, ctx, out, lse, self)
-  for name, one in pairs(self.emits) do
-    self.owner.emitted[name] = self:emit(one, selection, ctx, lse)
+  for name in pairs(self.emits) do
+    self.owner.emitted[name] = self:emit(name, selection, ctx, lse)
   end
   return out
 end
@@ -138,8 +168,8 @@ function Hook:attend_listed(attention, ctx, listed, out, lse)
   self:forget()
   out = attention:attend_part(ctx, self, ctx.cache, nil, nil, out, lse, nil, nil, nil,
     listed)
-  for name, one in pairs(self.emits) do
-    self.owner.emitted[name] = self:emit(one, nil, ctx, lse)
+  for name in pairs(self.emits) do
+    self.owner.emitted[name] = self:emit(name, nil, ctx, lse)
   end
   return out
 end
@@ -167,11 +197,12 @@ local function is_emitting(self, is_prefill)
   return next(self.emits) ~= nil
 end
 
---- What the policy emits of a layer that it has no part in: zeros.
+--- What the policy emits of a layer that it has no part in, as if nothing were read.
 function Hook:emit_nothing(ctx)
   if not is_emitting(self, ctx.is_prefill) then return end
   for name in pairs(self.emits) do
-    self.owner.emitted[name] = ctx:new_scores():fill_(0)
+    local out, nothing = new_emitted(self, name, ctx)
+    self.owner.emitted[name] = out:fill_(nothing)
   end
 end
 
@@ -204,7 +235,10 @@ end
 function Hook:begin_prompt(ctx)
   local one = self.prompt
   self:forget()
-  for name in pairs(self.emits) do self.sums[name] = ctx:new_scores():fill_(0) end
+  for name in pairs(self.emits) do
+    local out, nothing = new_emitted(self, name, ctx)
+    self.sums[name] = out:fill_(nothing)
+  end
   one:set("q_dtype", ctx.query.dtype)
   one:set("seqs", ctx.seqs)
   one:set("kv_heads", ctx.kv_heads)
@@ -248,11 +282,11 @@ function Hook:end_prompt()
   for name in pairs(self.emits) do self.owner.emitted[name] = self.sums[name] end
 end
 
---- What one expression makes of the weights: f32 [seqs, kv_heads, width], 0 for blocks
--- that were not selected. It belongs to the policy until the layer is over.
-function Hook:emit(one, selection, ctx, lse)
-  local out = ctx:new_scores()
-  if selection then out:fill_(0) end
+--- What one expression makes of the weights: f32 [seqs, kv_heads, width], or by token. It
+-- belongs to the policy until the layer is over.
+function Hook:emit(name, selection, ctx, lse)
+  local one, out, nothing = self.emits[name], new_emitted(self, name, ctx)
+  if selection then out:fill_(nothing) end
   one.count = 0
   give_inputs(one, self.owner, ctx)
   one:give("selection", selection)
@@ -369,12 +403,12 @@ function M.attach(self, shape)
   local o = kernel.options_of(self, shape, what)
   local hook = setmetatable({ owner = self, prompt_owner = self, shape = shape,
     what = what, o = o, expressions = expressions, codes = {}, kept = {}, emits = {},
-    sums = {}, emit_names = {}, changes = (expressions.bias or expressions.mask
-      or expressions.log_weight) ~= nil }, Hook)
+    sums = {}, cells = {}, emit_names = {}, changes = (expressions.bias
+      or expressions.mask or expressions.log_weight) ~= nil }, Hook)
   for _, name in ipairs(sorted.keys(expressions.emit or {})) do
     hook.emits[name] = kernel.open(place.emit(name, expressions.emit[name], what, o),
       shape.device)
-    hook.emit_names[name] = "emit_" .. name
+    hook.emit_names[name], hook.cells[name] = "emit_" .. name, {}
   end
   if self.prefill and next(hook.emits) then open_prompt(hook, expressions) end
   -- most likely queries have the dtype of the cache; other code is made when it is needed
