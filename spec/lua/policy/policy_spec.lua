@@ -290,7 +290,7 @@ describe("policy definition", function()
     raises('decode is "yes", expected true or false', define,
       { name = "x", score = score, decode = "yes" })
     raises("neither prefill nor decode", define, { name = "x", score = score })
-    raises("none of score, select_blocks and compute_decode", define,
+    raises("none of score, select_blocks, compute_decode and evict", define,
       { name = "x", decode = true })
   end)
 
