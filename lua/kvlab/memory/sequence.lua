@@ -6,6 +6,7 @@ local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
 local protected = require "kvlab.protected"
+local tensor = require "kvlab.tensor.tensor"
 
 local C, check, argument = library.C, library.check, options.argument
 local M = {}
@@ -13,6 +14,7 @@ local M = {}
 ---@class kvlab.Sequence
 ---@field cache kvlab.Cache
 ---@field state table  what policies and tallies keep for this sequence, by themselves
+---@field evicts boolean|nil  a policy evicts tokens of it
 local Sequence = {}
 Sequence.__index = Sequence
 
@@ -117,15 +119,37 @@ local function inherit(seq, fork)
   end
 end
 
+local COPIES = 4096 -- of blocks at a time
+
+--- Gives a fork blocks of its own: tokens will be evicted from them, and others written.
+local function unshare(fork)
+  local cache = fork.cache
+  local copies = ffi.new("int32_t[?]", 2 * COPIES)
+  repeat
+    local n = check(C.kvl_sequence_unshare(fork.handle, copies, COPIES))
+    local from, to = {}, {}
+    for i = 1, n do from[i], to[i] = copies[2 * i - 2], copies[2 * i - 1] end
+    if n > 0 then
+      tensor.scope(function()
+        cache:copy_blocks(tensor.from(cache.device, "i32", { n }, from),
+          tensor.from(cache.device, "i32", { n }, to))
+      end)
+    end
+  until n < COPIES
+end
+
 --- Makes a sequence of the same tokens that shares every block. A shared block that is
--- not full is copied when one of the two sequences grows. Objects that keep state for
+-- not full is copied when one of the two sequences grows. Where a policy evicts tokens,
+-- the fork gets copies of all blocks at once. Objects that keep state for
 -- the sequence are asked to copy that state; if one of them raises, there is no fork. It
 -- ends a draft that no step has verified.
 function Sequence:fork()
   self.cache.journal:end_draft()
   local fork = wrap(self.cache, protected.open(C.kvl_sequence_close, out_sequence,
     C.kvl_sequence_fork, handle_of(self), out_sequence))
+  fork.evicts = self.evicts
   local ok, why = pcall(inherit, self, fork)
+  if ok and fork.evicts then ok, why = pcall(unshare, fork) end
   if ok then return fork end
   fork:close()
   error(why, 0)

@@ -333,6 +333,14 @@ local function make_ramps(self)
            ramp = tensor.tensor(dev, "f32", { seqs, 1, self.width }) }
 end
 
+--- How many tokens sequence i (from 0) holds in a layer: all of its text, unless some were
+-- evicted.
+function Context:held(layer, i)
+  local seq = self.sequences[i + 1]
+  if not self.batch.use_layer then return seq:length() end
+  return (seq.base or seq):held(layer, seq.head)
+end
+
 --- The position in the text of each token that is held, where a policy evicts: f32 [seqs,
 -- 1, width * block_size]. The same tensor in each call.
 function Context:positions()
@@ -544,6 +552,7 @@ local function keys_of(self, layer, i, length, dim)
 end
 
 local function attention_weights(self, queries, layer, i, length)
+  self:use_layer(layer)
   local dev, count, cap = self.device, queries:size(0), self.soft_cap or 0
   local window = self.windows and self.windows[layer] or self.window or 0
   local keys = keys_of(self, layer, i, length, queries:size(2))
@@ -632,6 +641,7 @@ arguments.methods(Context, "a context", {
   begin_layer = { layer = options.whole, query = kinds.tensor_or_nil,
                   memory = kinds.tensor_or_nil },
   mean_over_heads = SCORES, weights = SCORES,
+  held = { layer = options.whole, i = options.whole },
   shared_by = { reduction = options.one_of("mean", "max", "min", "sum"),
                 values = kinds.tensor, dim = options.integer },
   ramp = { low = options.number, high = options.number },

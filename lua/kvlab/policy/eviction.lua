@@ -4,8 +4,10 @@
 --   evict(self, ctx)    f32 [seqs, kv_heads, width * block_size]: the worth of each token
 --                       of the layer; higher stays longer. -inf and NaN count as lowest
 --
--- The budget of the policy says how many tokens each layer and KV head may hold. Its sink
--- and recent blocks are tokens that stay, counted in the text.
+-- The budget of the policy says how many tokens each layer and KV head may hold; a ratio is
+-- one of the prompt. Its sink and recent blocks are tokens that stay, counted in the text.
+-- With the option keep_decoded, the budget is that of the prompt, and all decoded tokens
+-- stay, too.
 --
 -- After a prompt, every layer and head keeps its budget's best tokens, in the order that
 -- they had. They are copied to fresh pages, and the old pages fall when the step is over.
@@ -27,6 +29,8 @@ local tensor = require "kvlab.tensor.arithmetic"
 
 local C, check = library.C, library.check
 local M = {}
+
+local NO_CAP = 2 ^ 31 - 1 -- of the tokens that are held
 
 -- Below every number of a worth that is finite.
 local LOWEST = -3e38
@@ -70,8 +74,12 @@ local function budget_of(self) return self.policy.budget end
 local function cap_of(self, layer, head, length)
   local size = self.cache.block_size
   local budget = budget_of(self, layer, head)
-  local blocks = C.kvl_budget_blocks(budget, math.ceil(length / size))
-  return math.max(blocks, budget.sink + budget.recent + 1) * size
+  if budget.ratio >= 1 then return NO_CAP end
+  local blocks = budget.blocks
+  if budget.ratio >= 0 then
+    blocks = C.kvl_budget_blocks(budget, math.ceil(length / size))
+  end
+  return math.max(blocks, budget.min_blocks, budget.sink + budget.recent + 1) * size
 end
 
 -- ---- what a step changes --------------------------------------------------------------
@@ -193,7 +201,7 @@ function Eviction:begin(ctx, batch)
     options.fail(("begin: policy %s evicts, expected one token of each sequence in a "
       .. "decode step"):format(self.policy.name))
   end
-  for i = 1, batch.count do batch.seqs[i].evicts = true end
+  for _, seq in ipairs(batch.batch.seqs) do seq.evicts = true end
   for _, one in ipairs(self.tallies) do one:begin(ctx) end
 end
 
@@ -359,6 +367,7 @@ local function evict(self, ctx, seq, first, of)
     local layer, head = math.floor(c / heads), c % heads
     caps[c] = cap_of(self, layer, head, length)
     kept[c] = math.min(seq:held(layer, head), caps[c])
+    if self.policy.keep_decoded then caps[c] = NO_CAP end
   end
   check(C.kvl_sequence_keep(seq.handle, kept, caps))
   for layer = 0, self.layers - 1 do

@@ -219,6 +219,7 @@ local function known_options(def)
   for key, value in pairs(def.defaults) do known[key] = OF_TYPE[type(value)] end
   for key, kind in pairs(BUDGETS) do known[key] = kind end
   for key in pairs(COMMON) do known[key] = M.whole end
+  if def.evict then known.keep_decoded = options.boolean end
   for key, kind in pairs(def.takes) do
     local of_type = known[key]
     if of_type then

@@ -1,0 +1,246 @@
+--- Eviction for good, against a reference that keeps lists of tokens (spec/reference): what
+-- is held to the token, and the attention over it, for random scripts of prompts, decode
+-- steps and forks.
+local kv = require "kvlab"
+local reference = require "spec.reference.eviction"
+local support = require "spec.support"
+
+local LAYERS, KV_HEADS, GROUP, DIM = 2, 2, 2, 8
+local HEADS = KV_HEADS * GROUP
+local TOLERANCE = { f32 = 2e-5, bf16 = 0.03, int8 = 0.08 } -- of sums of normal numbers
+
+-- Policies, and the worth of a token in the reference.
+local worth = {}
+function worth.streaming_tokens(token) return token.position end
+function worth.tova(token) return token.newest end
+function worth.h2o_tokens(token) return token.mass end
+
+-- A worth without a paper: a random number for each position.
+local LOTS = {}
+do
+  local rng = support.rng(9)
+  for i = 0, 999 do LOTS[i] = rng(2 ^ 20) end
+end
+function worth.lots(token) return LOTS[token.position] end
+local lots = kv.policy.define {
+  name = "lots", decode = true, own_bytes = 0, defaults = { sink = 0, recent = 0 },
+  init = function(self, shape)
+    local list = {}
+    for i = 0, 999 do list[i + 1] = LOTS[i] end
+    self.lots = kv.from(shape.device, "f32", { 1000, 1 }, list)
+  end,
+  evict = function(self, ctx)
+    local positions = ctx:positions()
+    return self.lots:gather_rows(positions:reshape { positions.count }:cast "i32")
+      :reshape(positions:dims())
+  end,
+}
+
+local function new_policy(name, o)
+  return name == "lots" and lots(o) or kv.policy(name, o)
+end
+
+-- ---- a run ----------------------------------------------------------------------------
+
+--- An attention with its cache and the references of its sequences. o: policy, options,
+-- tables, format, block_size.
+local function open(dev, o)
+  local size = o.block_size or 4
+  local most = math.ceil(240 / size)
+  local cache = kv.cache { device = dev, format = o.format or "f32", layers = LAYERS,
+    blocks = 5 * most, block_size = size, kv_heads = KV_HEADS, head_dim = DIM,
+    tables = o.tables }
+  local policy = new_policy(o.policy, o.options)
+  local self = { dev = dev, cache = cache, policy = policy, size = size, seqs = {}, refs = {},
+    format = o.format or "f32", numbers = 0,
+    attention = kv.attention { cache = cache, heads = HEADS, decode_policy = policy,
+                               max_seqs = 4, max_blocks = most },
+    batch = cache:batch { max_seqs = 4, max_tokens = 64, max_blocks = most } }
+  local sink, recent, least = policy.sink, policy.recent, policy.min_blocks
+  self.ref = { layers = LAYERS, kv_heads = KV_HEADS, group = GROUP, dim = DIM,
+    by = o.tables, sink = sink * size, recent = recent * size,
+    keep_decoded = o.options.keep_decoded, worth = worth[o.policy],
+    cap = function(length)
+      local blocks = math.ceil(length / size)
+      local amount = o.options.blocks or math.ceil(o.options.ratio * blocks - 1e-9)
+      if o.options.ratio == 1 then return math.huge end
+      return math.max(amount, least, sink + recent + 1) * size
+    end }
+  return self
+end
+
+local function start(self)
+  table.insert(self.seqs, self.cache:sequence())
+  table.insert(self.refs, reference.new(self.ref))
+  return #self.seqs
+end
+
+--- Random numbers in the cache's precision, as a tensor [n, heads, DIM] and as lists.
+local function draw(self, n, heads, seed)
+  local t = kv.randn(self.dev, "f32", { n, heads, DIM }, { seed = seed })
+  if self.format ~= "f32" then t = t:cast "bf16":cast "f32" end
+  local flat, list = t:list(), {}
+  for i = 1, n do
+    list[i] = {}
+    for h = 1, heads do
+      local at = ((i - 1) * heads + h - 1) * DIM
+      list[i][h] = { unpack(flat, at + 1, at + DIM) }
+    end
+  end
+  return self.format ~= "f32" and t:cast "bf16" or t, list
+end
+
+--- A step of sequences `which` with counts[i] tokens; ends: whose prompt ends (nil: it is
+-- a decode step). Compares the outputs. fails(layer): raises in it.
+local function step(self, which, counts, ends, fails)
+  local seqs, total, worst = {}, 0, 0
+  for i, w in ipairs(which) do seqs[i], total = self.seqs[w], total + counts[i] end
+  local seed = self.numbers
+  self.cache:transaction(function()
+    self.batch:append(seqs, counts, nil, nil, nil, not ends)
+    self.attention:begin(self.batch, ends ~= nil, ends or nil)
+    for layer = 0, LAYERS - 1 do
+      local at = 10 * seed + 3 * layer
+      local q, q_list = draw(self, total, HEADS, at)
+      local k, k_list = draw(self, total, KV_HEADS, at + 1)
+      local v, v_list = draw(self, total, KV_HEADS, at + 2)
+      local out = self.attention:forward(layer, q, k, v)
+      if fails then fails(layer) end
+      local got, row = out:cast("f32"):list(), 0
+      for i, w in ipairs(which) do
+        local function part(list) return { unpack(list, row + 1, row + counts[i]) } end
+        local want = self.refs[w]:compute(layer, part(q_list), part(k_list), part(v_list),
+          ends ~= nil)
+        for t = 1, counts[i] do
+          for h = 1, HEADS do
+            for d = 1, DIM do
+              local apart = got[((row + t - 1) * HEADS + h - 1) * DIM + d] - want[t][h][d]
+              worst = math.max(worst, math.abs(apart))
+            end
+          end
+        end
+        row = row + counts[i]
+      end
+    end
+  end)
+  self.numbers = seed + 1
+  for i, w in ipairs(which) do self.refs[w]:finish(counts[i], ends and ends[i]) end
+  assert(worst < TOLERANCE[self.format], worst)
+end
+
+--- A step that fails in its last layer, which leaves everything as it was.
+local function failed_step(self, which, counts, ends)
+  local before = {}
+  for i, ref in ipairs(self.refs) do before[i] = ref:fork() end
+  local ok, why = pcall(step, self, which, counts, ends, function(layer)
+    if layer == LAYERS - 1 then error("it fails", 0) end
+  end)
+  assert.is_false(ok)
+  assert.equal("it fails", why)
+  self.refs = before
+end
+
+--- What a layer and head of a sequence holds: its positions in the text, ascending.
+local function held(self, w, layer, head)
+  local seq = self.seqs[w]
+  local view = seq:heads()[self.cache.tables == "head" and head + 1 or 1]
+  local tally = self.attention.eviction.positions
+  local row = view.state[tally]
+  local n = seq:held(layer, head)
+  local all = tally.layers[layer]:reshape { tally.row_count, tally.row_cells }
+  local list = all:index(row):narrow(0, n):list()
+  table.sort(list)
+  return list
+end
+
+local function check(self)
+  for w, seq in ipairs(self.seqs) do
+    assert.equal(self.refs[w].length, seq:length())
+    for layer = 0, LAYERS - 1 do
+      for head = 0, KV_HEADS - 1 do
+        assert.same(self.refs[w]:positions(layer, head), held(self, w, layer, head))
+      end
+    end
+  end
+end
+
+--- Every page has one owner, or is free.
+local function check_pages(self)
+  local owners, count = {}, 0
+  for _, seq in ipairs(self.seqs) do
+    for layer = 0, LAYERS - 1 do
+      for head = 0, self.cache.cut_heads - 1 do
+        for _, page in ipairs(seq:table(layer, head)) do
+          if not owners[page] then count = count + 1 end
+          owners[page] = true
+        end
+      end
+    end
+  end
+  assert.equal(self.cache.pages - count, self.cache:pages_free())
+end
+
+local function fork(self, w)
+  table.insert(self.seqs, self.seqs[w]:fork())
+  table.insert(self.refs, self.refs[w]:fork())
+end
+
+local function random_script(self, rng, steps)
+  start(self)
+  step(self, { 1 }, { 1 + rng(30) }, { true })
+  for _ = 1, steps do
+    local n = #self.seqs
+    local kind = rng(12)
+    if kind == 0 and n < 4 then
+      fork(self, 1 + rng(n))
+    elseif kind == 1 and n < 4 then
+      local w = start(self)
+      local parts = { 1 + rng(20), 1 + rng(20) }
+      step(self, { w }, { parts[1] }, { false })
+      step(self, { w }, { parts[2] }, { true })
+    elseif kind == 2 and n > 1 then
+      local w = 1 + rng(n)
+      self.seqs[w]:close()
+      table.remove(self.seqs, w)
+      table.remove(self.refs, w)
+    elseif kind == 3 then -- a prompt goes on
+      local w = 1 + rng(n)
+      if self.refs[w].length < 150 then step(self, { w }, { 1 + rng(20) }, { true }) end
+    else
+      local which, counts = {}, {}
+      for i, w in ipairs(support.distinct(rng, 1 + rng(n), n)) do
+        which[i], counts[i] = w + 1, 1
+      end
+      if kind < 6 then failed_step(self, which, counts, nil) end
+      step(self, which, counts, nil)
+    end
+    check(self)
+    check_pages(self)
+  end
+end
+
+local BUDGETS = { { blocks = 4 }, { ratio = 0.4, min_blocks = 2 },
+  { blocks = 5, sink = 1, recent = 2 }, { ratio = 1 },
+  { blocks = 3, keep_decoded = true } }
+
+local function specs(dev)
+  for _, tables in ipairs { "layer", "head" } do
+    for _, name in ipairs(support.names(worth)) do
+      it(("of %s, tables by %s, holds what the reference holds"):format(name, tables),
+        function()
+          for i, options in ipairs(BUDGETS) do
+            for _, size in ipairs { 4, 1 } do
+              local o = {}
+              for key, value in pairs(options) do o[key] = value end
+              local self = open(dev, { policy = name, options = o, tables = tables,
+                block_size = size })
+              random_script(self, support.rng(10 * i + size), 25)
+              self.cache:close()
+            end
+          end
+        end)
+    end
+  end
+end
+
+describe("eviction", function() support.each_device(specs) end)
