@@ -216,7 +216,7 @@ describe("policy aliases", function()
 
   it("are named by errors", function()
     raises("did you mean sparse_ratio?; the options are blocks, kind, min_blocks, "
-      .. "period, ratio, recent, refresh, sink, sparse_ratio, tokens, window",
+      .. "period, ratio, recent, refresh, sink, sparse_ratio, split, tokens, window",
       seeds, { sparse_ration = 0.1 })
   end)
 
