@@ -18,6 +18,14 @@ local kv = require "kvlab"
 
 local BEFORE, MOST = math.huge, 1e30 -- more than any score; the most that one counts
 
+--- The logarithms of softmax(scale * scores): -inf stays, and nothing else becomes it.
+local function log_weights(ctx, scores)
+  local unit = ctx.format:scales(ctx.layer)
+  if unit then scores = scores * unit:reshape { 1, ctx.kv_heads, 1 } end
+  scores = scores * ctx.scale
+  return scores - scores:logsumexp(2):reshape { ctx.seqs, ctx.kv_heads, 1 }
+end
+
 --- How many of each head's entries are among the best of all heads: i32 [seqs, kv_heads].
 ---@param best kvlab.Tensor   f32 [seqs, kv_heads, width]
 ---@param total kvlab.Tensor  i32 [seqs, 1]: how many are taken
@@ -40,11 +48,11 @@ return kv.split.define {
     local dev, seqs, width = ctx.device, ctx.seqs, ctx.width
     local floor = even:cast "f32":mul(self.floor):cast "i32"
     local sure = ctx:mark((ctx:select(scores, budget, floor)))
-    local weights = self.softmax and ctx:weights(scores:clone()) or scores
-    local best = sure:gt(0):where(BEFORE, weights:minimum(MOST))
     local blocks = (ctx.lens + (ctx.block_size - 1)) / ctx.block_size
     local past = kv.arange(dev, "i32", width):ge(blocks:reshape { seqs, 1 })
-    best = best + past:where(-math.huge, 0):reshape { seqs, 1, width }
+    local own = scores + past:where(-math.huge, 0):reshape { seqs, 1, width }
+    local best = (self.softmax and log_weights(ctx, own) or own):minimum(MOST)
+    best = sure:gt(0):where(BEFORE, best)
     return count_best(ctx, best, even:sum(1):reshape { seqs, 1 })
   end,
 }

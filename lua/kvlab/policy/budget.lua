@@ -119,7 +119,9 @@ end
 
 -- ---- budgets --------------------------------------------------------------------------
 
-local function new_even(o, key, x)
+--- An f32 ratio is rounded as in kernels/args/select.h, kvl__list_blocks.
+local function new_even(o, key, x, is_f32)
+  if is_f32 and x < 1 then x = x * (1 - 2 ^ -24) end
   return ffi.new("kvl_budget", key == "ratio" and x or -1, key == "ratio" and 0 or x,
     o.min_blocks, o.sink, o.recent)
 end
@@ -209,7 +211,8 @@ function M.make(o, shape)
   local self = setmetatable({ sink = o.sink, recent = o.recent, layers = {}, limits = {},
     split = split and split.heads and split:again() or nil }, Ragged)
   for i, row in ipairs(rows) do
-    self.layers[i - 1] = new_even(o, key, math.max(unpack(row)))
+    self.layers[i - 1] = new_even(o, key, math.max(unpack(row)),
+      key == "ratio" and is_tensor(amount))
   end
   if #rows > 0 and #rows[1] > 1 then
     self.limits = tensor.lasting(make_limits, rows, key, shape)
@@ -235,7 +238,8 @@ function M.asked(o, block_size)
   local bare, list = { min_blocks = 0, sink = 0, recent = 0 }, {}
   local function add(x)
     list[#list + 1] = new_even(bare, key == "ratio" and key or "blocks",
-      key == "tokens" and math.ceil(x / block_size) or x)
+      key == "tokens" and math.ceil(x / block_size) or x,
+      key == "ratio" and is_tensor(amount))
   end
   if type(amount) == "number" and getmetatable(o.budget) == Ragged then
     for layer = 0, #o.budget.layers do
