@@ -353,8 +353,10 @@ arguments.functions(M, "hash", {
 })
 
 local CONTENT = { key = objects.key, block = options.whole }
-arguments.methods(Hashes, "hashes", { update = { ev = objects.event }, store = CONTENT,
-                                      restore = CONTENT })
+arguments.methods(Hashes, "hashes", {
+  update = { ev = objects.event }, store = CONTENT, restore = CONTENT,
+  score = { ctx = objects.layer_context, heads = options.optional(options.count) },
+})
 arguments.methods(Centred, "centred hashes", {
   update = { ev = objects.event }, begin = { ctx = objects.context },
   finished = { ctx = objects.layer_context },

@@ -84,12 +84,13 @@ end
 ---@return fun(given?: table): kvlab.Split
 function M.define(def)
   local takes, class = check_definition(def), { again = Split.again }
+  local what = "split " .. def.name
   for key, value in pairs(def) do class[key] = value end
   class.path = debug.getinfo(def.layers or def.heads, "S").source:match "^@(.*)$"
   if class.path then sources.load(class.path) end
   class.__index = class
   function class.make(given)
-    given = options.check("split " .. def.name, given, takes)
+    given = options.check(what, given, takes)
     local self = setmetatable({ given = given }, class)
     for _, values in ipairs { def.defaults or {}, given } do
       for key, value in pairs(values) do self[key] = value end
