@@ -650,25 +650,30 @@ int kvl_budget_blocks(const kvl_budget *budget, int n);
 /* Selects the first `sink` blocks, the last `recent` blocks and the blocks with the highest
  * scores, exactly. Of equal scores the lower index comes first. A score of -inf or NaN says
  * that a block is not eligible: it is never selected, whatever the budget, except as a sink
- * or a recent block. Rows with fewer than max_selected blocks are padded with -1.
- *  scores     f32  [seqs, kv_heads or 1, max_blocks]
- *  lens       i32  [seqs]
- *  selection  i32  [seqs, same, max_selected]  ascending. Make it wide enough for every
- *                  budget: blocks past max_selected are dropped, the lowest scores first
- *  counts     i32  [seqs, same]  may be NULL */
+ * or a recent block. Rows with fewer than max_selected blocks are padded with -1. With
+ * limits, each list has its own number in place of the budget's ratio (f32) or blocks (i32);
+ * min_blocks, sink and recent hold for all of them. The device reads limits, so their values
+ * are not checked: one that is negative or NaN counts as 0.
+ *  scores     f32      [seqs, kv_heads or 1, max_blocks]   1: for all lists
+ *  lens       i32      [seqs]
+ *  limits     f32 i32  [seqs or 1, lists]  may be NULL
+ *  selection  i32      [seqs, lists, max_selected]  ascending; lists is kv_heads or 1. Make
+ *                      it wide enough for every budget: blocks past max_selected are dropped,
+ *                      the lowest scores first
+ *  counts     i32      [seqs, lists]  may be NULL */
 int kvl_select(const kvl_tensor *scores, const kvl_tensor *lens, int block_size,
-               const kvl_budget *budget, const kvl_tensor *selection,
-               const kvl_tensor *counts);
+               const kvl_budget *budget, const kvl_tensor *limits,
+               const kvl_tensor *selection, const kvl_tensor *counts);
 
 /* One launch that selects exactly what these three ops would select, without writing the
  * scores: kvl_hash_rows of the mean query of each KV head's group, kvl_score_hamming and
  * kvl_select. A block whose entry in tables is no block is eligible here, and comes last.
  *  q                  f32 f16 bf16  [seqs, heads, head_dim]   heads % kv_heads == 0
  *  planes, hashes     as above
- *  tables, lens       as for kvl_score_hamming; budget as for kvl_select
+ *  tables, lens       as for kvl_score_hamming; budget and limits as for kvl_select
  *  selection, counts  as for kvl_select; selection_heads is kv_heads or 1 */
 typedef struct kvl_hamming {
-  const kvl_tensor *q, *planes, *hashes, *tables, *lens, *selection, *counts;
+  const kvl_tensor *q, *planes, *hashes, *tables, *lens, *limits, *selection, *counts;
   kvl_budget budget;
   int32_t block_size;
   int32_t reserved;
@@ -680,10 +685,11 @@ int kvl_select_hamming(const kvl_hamming *call);
  * `recent` blocks stay; of the other blocks the heaviest are kept, and of equal weights the
  * lower index. If the selected weights do not reach that sum, or mass is 1, the whole
  * selection stays.
- *  weights    f32  [seqs, kv_heads or 1, max_blocks]    a weight that is not > 0 counts as 0
+ *  weights    f32  [seqs, kv_heads or 1, max_blocks]    1: for all lists. A weight that is
+ *                                                       not > 0 counts as 0
  *  lens       i32  [seqs]
- *  selection  i32  [seqs, same, max_selected]           as kvl_select writes it
- *  counts     i32  [seqs, same]  may be NULL */
+ *  selection  i32  [seqs, lists, max_selected]          as kvl_select writes it
+ *  counts     i32  [seqs, lists]  may be NULL */
 int kvl_trim_selection(const kvl_tensor *weights, const kvl_tensor *lens, int block_size,
                        double mass, int sink, int recent, const kvl_tensor *selection,
                        const kvl_tensor *counts);

@@ -163,7 +163,7 @@ M.MAKERS = {
   ["policy/context Context"] = function(w) return w.attention.context end,
   ["policy/summary Summary"] = function(w) return w.summary end,
   ["policy/hash Hashes"] = function(w) return w.hashes end,
-  ["policy/hash Centred"] = of "centred",
+  ["policy/hash Centred"] = of "centred", ["policy/split Split"] = of "split",
   ["kernel/expression/expression expression"] = function(w) return w.any_expression() end,
   ["kernel/run/show expression"] = function(w) return w.any_expression() end,
   ["kernel/run/source Source"] = of "source",
@@ -235,6 +235,7 @@ function M.new(rng)
   w.store = kv.store("memory:", { block_size = 16, model = "m" })
   w.prefetch = kv.prefetch { store = w.store, device = dev, prefetch_workers = 1 }
   w.stream, w.event = dev:open_stream(), dev:open_event()
+  w.split = kv.split "adaptive"
   w.budget, w.policy, w.ctx, w.shape =
     kv.policy.recent(2), kv.policy "quest", w.attention.context, shape
   return w

@@ -124,7 +124,7 @@ M.LUA_ROOMS = {
   { "lua/kvlab/experiment" },
   { "lua/kvlab/init.lua" },
   { "lua/kvlab/shell" },
-  { "lua/policies", "lua/priorities", "lua/evictions", "lua/tasks" },
+  { "lua/policies", "lua/priorities", "lua/evictions", "lua/splits", "lua/tasks" },
   { "lua/models" },
   { "lua/experiments" },
 }

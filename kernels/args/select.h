@@ -50,12 +50,20 @@ struct kvl_score_max_qk_args {
   int64_t seqs, heads, max_blocks;
   int32_t group, dtype;
 };
+/* How much each list of a sequence may take in place of the budget's ratio and blocks. */
+struct kvl_limits {
+  const void *of;   /* optional; i32 blocks or f32 ratios, [seqs or 1, selection_heads] */
+  int64_t seq_step; /* from one sequence's to the next one's; 0: all have the same */
+  int32_t are_ratios;
+};
 struct kvl_select_args {
   const float *scores;
   const int32_t *lens;
   int32_t *selection;
   int32_t *counts; /* optional */
   int64_t seqs, selection_heads, max_blocks, max_selected;
+  int64_t score_heads; /* selection_heads, or 1: all lists have the same scores */
+  struct kvl_limits limits;
   kvl_budget budget;
   void *workspace;
   int32_t block_size;
@@ -66,6 +74,7 @@ struct kvl_trim_selection_args {
   int32_t *selection;
   int32_t *counts; /* optional */
   int64_t seqs, heads, max_blocks, max_selected;
+  int64_t weight_heads; /* heads, or 1: all lists have the same weights */
   double mass;
   int32_t block_size, sink, recent;
 };
@@ -122,6 +131,7 @@ struct kvl_select_hamming_args {
   int32_t *selection;
   int32_t *counts; /* optional */
   int64_t seqs, heads, selection_heads, max_blocks, max_selected;
+  struct kvl_limits limits;
   kvl_budget budget;
   int32_t block_size, head_dim, bits, dtype;
 };
@@ -139,6 +149,25 @@ KVL_INLINE int32_t kvl__budget_blocks(kvl_budget b, int32_t n) {
   if (k < b.min_blocks) k = b.min_blocks;
   if (k < b.sink + b.recent) k = b.sink + b.recent;
   return k < n ? k : n;
+}
+
+/* The same for list `head` of a sequence, which may have a limit of its own. A limit that is
+ * negative or NaN counts as 0. */
+KVL_INLINE int32_t kvl__list_blocks(kvl_budget b, const struct kvl_limits *limits,
+                                    int64_t seq, int64_t head, int32_t n) {
+  if (limits->of) {
+    const int64_t i = seq * limits->seq_step + head;
+    if (limits->are_ratios) {
+      /* less by half a unit of f32, because 0.1f * 30 must be 3 */
+      const float ratio = ((const float *)limits->of)[i];
+      b.ratio = ratio < 1 ? ratio * (1 - 0x1p-24) : 1;
+      if (!(ratio >= 0)) b.ratio = 0;
+    } else {
+      b.ratio = -1;
+      b.blocks = ((const int32_t *)limits->of)[i];
+    }
+  }
+  return kvl__budget_blocks(b, n);
 }
 
 #endif

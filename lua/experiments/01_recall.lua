@@ -22,11 +22,13 @@
 --   ./kvlab run lua/experiments/01_recall.lua [--device=cuda] [--set prompts=16]
 --                                             [--set memory=ring] [--set question=prompt]
 --       [--set unit=tokens --set budget=64,128,256] [--set repeats=5]
+--       [--set split=adaptive]
 --
--- unit: ratio (a budget is a share of the context's blocks), tokens or blocks. memory:
--- resident (KV on the device), ring or hot (KV in host memory, read through a ring or a
--- hot cache); all of them give the same accuracies. format: f32, f16, bf16, f8e4m3 or
--- int8 is what K and V are kept in.
+-- unit: ratio (a budget is a share of the context's blocks), tokens or blocks. split:
+-- even, or the name of a split that divides the budget among layers or heads
+-- (lua/splits), which is then their mean. memory: resident (KV on the device), ring or
+-- hot (KV in host memory, read through a ring or a hot cache); all of them give the same
+-- accuracies. format: f32, f16, bf16, f8e4m3 or int8 is what K and V are kept in.
 local kv = require "kvlab"
 local exam = require "models.recall.exam"
 
@@ -53,7 +55,8 @@ end
 
 local function policy_of(config)
   return kv.policy(config.policy, config.policy ~= "full" and
-    { [config.unit] = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+    { [config.unit] = config.budget, sink = 1, recent = 2, min_blocks = 0,
+      split = config.split ~= "even" and config.split or nil } or nil)
 end
 
 local function check(config)
@@ -84,7 +87,8 @@ kv.experiment.run {
       when = function(config) return config.policy ~= "full" end },
   },
   defaults = { prompts = 8, needles = 32, block_size = 16, memory = "resident",
-               question = "decode", unit = "ratio", format = "bf16" },
+               question = "decode", unit = "ratio", format = "bf16",
+               split = "even" },
   quick = { context = { 512, 1024 }, prompts = 2 },
   proportions = { accuracy = "questions", "attention_mass", "bytes_share" },
   metrics = { "accuracy", "attention_mass", "output_error", "blocks_read", "bytes_read",

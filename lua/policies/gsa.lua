@@ -46,7 +46,10 @@ return kv.policy.define {
   select_blocks = function(self, ctx)
     local scores = self.means and self.tally:renew(ctx, scores_of, self)
     local selection, n = ctx:select(scores or scores_of(self, ctx), self.budget)
-    if not scores then self.tally:count(ctx, ctx:mark(selection)) end
+    if scores then return selection, n end
+    local marks = ctx:mark(selection)
+    if marks:size(1) > 1 then marks = ctx:shared_by("max", marks, 1) end -- by any head
+    self.tally:count(ctx, marks)
     return selection, n
   end,
   predict = function(self, ctx)

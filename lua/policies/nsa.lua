@@ -50,6 +50,10 @@ return kv.policy.define {
       local blocks = math.ceil(length / size)
       return math.max(1, size * kv.policy.budget_blocks(self.budget, blocks))
     end }
+    if self.granularity == "token" and type(self.budget) ~= "cdata" then
+      error('policy nsa: granularity is "token", which takes one number of tokens for '
+        .. "all layers and heads, expected a number as its budget and no split", 0)
+    end
     self.eager = self.granularity == "token" and not self.tokens
   end,
   on_prefill_offload = update, on_decode_offload = update,

@@ -14,10 +14,8 @@ return kv.policy.define {
             second = kv.policy.policy_name },
 
   init = function(self)
-    local part = { min_blocks = 0 }
-    part.ratio = self.ratio and self.share * self.ratio
-    part.tokens = self.tokens and math.floor(self.share * self.tokens)
-    part.blocks = self.blocks and math.floor(self.share * self.blocks)
+    local part = kv.policy.part(self, self.share)
+    part.min_blocks = 0
     self.one, self.other = kv.policy.nest(self, self.first, part),
       kv.policy.nest(self, self.second)
     if not self.other.score then

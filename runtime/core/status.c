@@ -14,7 +14,7 @@ _Static_assert(sizeof(kvl_span) == 32, "kvl_span is read by LuaJIT");
 _Static_assert(sizeof(kvl_hot) == 64, "kvl_hot is read by LuaJIT");
 _Static_assert(sizeof(kvl_resolve) == 80, "kvl_resolve is read by LuaJIT");
 _Static_assert(sizeof(kvl_vllm) == 88, "kvl_vllm is read by LuaJIT");
-_Static_assert(sizeof(kvl_hamming) == 88, "kvl_hamming is read by LuaJIT");
+_Static_assert(sizeof(kvl_hamming) == 96, "kvl_hamming is read by LuaJIT");
 _Static_assert(sizeof(kvl_budget) == 24, "kvl_budget is read by LuaJIT");
 _Static_assert(sizeof(kvl_key) == 16, "kvl_key is read by LuaJIT");
 _Static_assert(sizeof(kvl_store_stats) == 80, "kvl_store_stats is read by LuaJIT");

@@ -148,3 +148,17 @@ void kvl__expect_budget(struct kvl__call *c, const kvl_budget *b) {
     kvl__call_fail(c, "budget has min_blocks %d, sink %d, recent %d, expected >= 0",
                    b->min_blocks, b->sink, b->recent);
 }
+
+struct kvl_limits kvl__limits_arg(struct kvl__call *c, const kvl_tensor *limits) {
+  struct kvl_limits of = {0};
+  if (!kvl__arg(c, "limits?", limits, KVL__F32 | KVL__I32, "limit_seqs selection_heads"))
+    return of;
+  const int64_t rows = kvl__dim(c, "limit_seqs"), seqs = kvl__dim(c, "seqs");
+  if (rows != seqs && rows != 1)
+    kvl__call_fail(c, "limits are for %lld sequences, expected %lld or 1", (long long)rows,
+                   (long long)seqs);
+  of.of = limits->ptr;
+  of.seq_step = rows == 1 ? 0 : limits->shape[1];
+  of.are_ratios = limits->dtype == KVL_DTYPE_F32;
+  return of;
+}

@@ -2,6 +2,7 @@
 #ifndef KVL_OP_ARGS_H
 #define KVL_OP_ARGS_H
 
+#include "args/select.h"
 #include "core/call.h"
 #include "page.h"
 
@@ -18,6 +19,8 @@ void kvl__expect_same_pages(struct kvl__call *c, const char *name, const struct 
 void kvl__expect_groups(struct kvl__call *c);
 void kvl__expect_block_size(struct kvl__call *c, int block_size);
 void kvl__expect_budget(struct kvl__call *c, const kvl_budget *budget);
+/* Checks the limits of lists, f32 or i32 [seqs or 1, selection_heads], which may be NULL. */
+struct kvl_limits kvl__limits_arg(struct kvl__call *c, const kvl_tensor *limits);
 /* The dtypes that rows for pages and queries that read them may have: the codec's own and
  * f32, or f32, f16 and bf16 if the codec is no dtype of rows. */
 unsigned kvl__rows_of(int codec);

@@ -327,14 +327,25 @@ int kvl_budget_blocks(const kvl_budget *budget, int n) {
   return c.status < 0 ? c.status : kvl__budget_blocks(*budget, n);
 }
 
+/* Expects as many heads as lists, or one for all lists. */
+static int64_t expect_list_heads(struct kvl__call *c, const char *name, const char *dim) {
+  const int64_t heads = kvl__dim(c, dim), lists = kvl__dim(c, "selection_heads");
+  if (heads != lists && heads != 1)
+    kvl__call_fail(c, "%s are for %lld heads, expected %lld or 1", name, (long long)heads,
+                   (long long)lists);
+  return heads;
+}
+
 int kvl_select(const kvl_tensor *scores, const kvl_tensor *lens, int block_size,
-               const kvl_budget *budget, const kvl_tensor *selection,
-               const kvl_tensor *counts) {
+               const kvl_budget *budget, const kvl_tensor *limits,
+               const kvl_tensor *selection, const kvl_tensor *counts) {
   struct kvl__call c = {.op = "select"};
-  kvl__arg(&c, "scores", scores, KVL__F32, "seqs selection_heads max_blocks");
+  kvl__arg(&c, "scores", scores, KVL__F32, "seqs score_heads max_blocks");
   kvl__arg(&c, "lens", lens, KVL__I32, "seqs");
   kvl__arg(&c, "selection", selection, KVL__I32, "seqs selection_heads max_selected");
   kvl__arg(&c, "counts?", counts, KVL__I32, "seqs selection_heads");
+  const int64_t score_heads = expect_list_heads(&c, "scores", "score_heads");
+  const struct kvl_limits of_lists = kvl__limits_arg(&c, limits);
   kvl__expect_block_size(&c, block_size);
   kvl__expect_budget(&c, budget);
   if (c.status < 0) return c.status;
@@ -346,6 +357,8 @@ int kvl_select(const kvl_tensor *scores, const kvl_tensor *lens, int block_size,
                                  .selection_heads = kvl__dim(&c, "selection_heads"),
                                  .max_blocks = kvl__dim(&c, "max_blocks"),
                                  .max_selected = kvl__dim(&c, "max_selected"),
+                                 .score_heads = score_heads,
+                                 .limits = of_lists,
                                  .budget = *budget,
                                  .block_size = block_size};
   args.workspace = kvl__call_workspace(&c, KVL_OP_select, &args);
@@ -356,10 +369,11 @@ int kvl_trim_selection(const kvl_tensor *weights, const kvl_tensor *lens, int bl
                        double mass, int sink, int recent, const kvl_tensor *selection,
                        const kvl_tensor *counts) {
   struct kvl__call c = {.op = "trim_selection"};
-  kvl__arg(&c, "weights", weights, KVL__F32, "seqs selection_heads max_blocks");
+  kvl__arg(&c, "weights", weights, KVL__F32, "seqs weight_heads max_blocks");
   kvl__arg(&c, "lens", lens, KVL__I32, "seqs");
   kvl__arg(&c, "selection", selection, KVL__I32, "seqs selection_heads max_selected");
   kvl__arg(&c, "counts?", counts, KVL__I32, "seqs selection_heads");
+  const int64_t weight_heads = expect_list_heads(&c, "weights", "weight_heads");
   kvl__expect_block_size(&c, block_size);
   if (!(mass >= 0 && mass <= 1)) kvl__call_fail(&c, "mass is %g, expected 0 ... 1", mass);
   if (sink < 0 || recent < 0)
@@ -373,6 +387,7 @@ int kvl_trim_selection(const kvl_tensor *weights, const kvl_tensor *lens, int bl
                                          kvl__dim(&c, "selection_heads"),
                                          kvl__dim(&c, "max_blocks"),
                                          kvl__dim(&c, "max_selected"),
+                                         weight_heads,
                                          mass,
                                          block_size,
                                          sink,

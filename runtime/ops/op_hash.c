@@ -132,6 +132,7 @@ int kvl_select_hamming(const kvl_hamming *s) {
                    "hashes have %d kv_heads of %d words, expected at most %d words in all "
                    "for one list",
                    view.kv_heads, view.words, KVL_HASH_QUERY_MAX);
+  const struct kvl_limits limits = kvl__limits_arg(&c, s->limits);
   kvl__expect_budget(&c, &s->budget);
   if (c.status < 0) return c.status;
   struct kvl_select_hamming_args args = {.q = s->q->ptr,
@@ -146,6 +147,7 @@ int kvl_select_hamming(const kvl_hamming *s) {
                                          .selection_heads = heads,
                                          .max_blocks = kvl__dim(&c, "max_blocks"),
                                          .max_selected = kvl__dim(&c, "max_selected"),
+                                         .limits = limits,
                                          .budget = s->budget,
                                          .block_size = s->block_size,
                                          .head_dim = (int32_t)s->q->shape[2],

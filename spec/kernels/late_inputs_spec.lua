@@ -90,7 +90,7 @@ local function check(dev, width, name)
   for i = 1, ROUNDS do
     local budget = ffi.new("kvl_budget", { ratio = -1, blocks = math.ceil(width / i) })
     kv.ops.linear(t.x, t.weight, t.y, "plain")
-    kv.check(kv.C.kvl_select(scores[i], t.lens, 1, budget, selection, counts))
+    kv.check(kv.C.kvl_select(scores[i], t.lens, 1, budget, nil, selection, counts))
     op.run(t, at, got[i])
     late[i] = { selection:clone(), counts:clone() }
   end

@@ -3,6 +3,7 @@ local ffi = require "ffi"
 local kv = require "kvlab"
 local cases = require "spec.kernels.hamming_cases"
 local reference = require "spec.reference.hash"
+local selection_cases = require "spec.kernels.selection_cases"
 local support = require "spec.support"
 
 local GROUP, DIM = 4, 24
@@ -12,6 +13,8 @@ local budgets = {
   { ratio = 0.3, sink = 1, recent = 2 }, { ratio = 1 },
   { blocks = 2, sink = 3, recent = 4 },
   { blocks = 6, recent = 1 }, { ratio = 0.5, min_blocks = 4, sink = 2 },
+  { limits = 3, sink = 1, recent = 2 }, { limits = 4, min_blocks = 3 },
+  { limits = 6, recent = 1 },
 }
 
 local LAST = -1e30
@@ -22,6 +25,17 @@ local function budget(b)
 end
 
 local function lists(c) return c.is_shared and 1 or c.kv_heads end
+
+--- The case of selecting with limits whose seed is b.limits; nil where a budget has none.
+local function ragged(c, b)
+  return b.limits and selection_cases.ragged(b.limits, { lens = c.lens, budget = b,
+    heads = lists(c), max_blocks = c.max_blocks })
+end
+
+local function limits_of(dev, c, b)
+  local r = ragged(c, b)
+  return r and kv.from(dev, r.dtype, { #r.limits / r.heads, r.heads }, r.limits)
+end
 
 local queries = support.latest(function(c)
   local cpu = kv.device "cpu"
@@ -35,7 +49,8 @@ local function fused(dev, c, b, max_selected)
   local selection = support.poisoned(dev, "i32", { #c.lens, lists(c), max_selected })
   local counts = support.poisoned(dev, "i32", { #c.lens, lists(c) })
   local call, q, planes = ffi.new "kvl_hamming", given.q:to(dev), given.planes:to(dev)
-  call.q, call.planes, call.hashes = q, planes, hashes
+  local limits = limits_of(dev, c, b)
+  call.q, call.planes, call.hashes, call.limits = q, planes, hashes, limits
   call.tables, call.lens, call.budget = tables, lens, budget(b)
   call.selection, call.counts = selection, counts
   call.block_size = c.block_size
@@ -63,7 +78,8 @@ local function in_three_steps(dev, c, b, max_selected)
   kv.check(kv.C.kvl_score_hamming(q:reshape { #c.lens, c.kv_heads, p.words }, hashes,
     tables, lens, c.block_size, scores))
   scores:maximum(LAST, scores) -- a hole of the table comes last, but is eligible
-  kv.check(kv.C.kvl_select(scores, lens, c.block_size, budget(b), selection, counts))
+  kv.check(kv.C.kvl_select(scores, lens, c.block_size, budget(b), limits_of(dev, c, b),
+    selection, counts))
   return selection, counts, q
 end
 
@@ -99,7 +115,9 @@ describe("selecting blocks by their hashes", function()
             return hash_cases.bits(words, (seq * c.kv_heads + g) * per_list, c.bits)
           end)
           for i, score in ipairs(scores) do scores[i] = math.max(LAST, score) end
-          local chosen = reference.select(scores, #scores, b, most)
+          local r = ragged(c, b)
+          local chosen = reference.select(scores, #scores,
+            r and selection_cases.budget_of(r, s, head) or b, most)
           for i = 1, most do want[#want + 1] = chosen[i] or -1 end
           taken[#chosen] = true
         end
@@ -140,6 +158,24 @@ describe("selecting blocks by their hashes on CUDA #gpu", function()
       local most = math.ceil(0.3 * shape[2])
       support.equal((fused(cuda, c, b, most)), (fused(cpu, c, b, most)),
         ("selection of %d x %d"):format(shape[1], shape[2]))
+    end
+  end)
+
+  support.it_on_gpu("gives the lists of a team limits of their own", function(cuda, cpu)
+    for i, shape in ipairs { { 2, 300 }, { 2, 9000 }, { 1, 70000 }, { 1, 300000 } } do
+      for _, bits in ipairs { 32, 64, 128 } do
+        for _, per in ipairs { "block", "token" } do
+          local c = { lens = {}, block_size = 1, kv_heads = 8, bits = bits, per = per,
+                      max_blocks = shape[2], few = i == 1 }
+          for s = 1, shape[1] do c.lens[s] = math.ceil(shape[2] / s) end
+          local b = { limits = 2 * i + bits / 32 % 2, sink = 1, recent = 2 }
+          local selection, counts = fused(cuda, c, b, shape[2])
+          local want, want_counts = fused(cpu, c, b, shape[2])
+          local what = (" of %d x %d, %d bits a %s"):format(shape[1], shape[2], bits, per)
+          support.equal(selection, want, "selection" .. what)
+          support.equal(counts, want_counts, "counts" .. what)
+        end
+      end
     end
   end)
 end)

@@ -35,7 +35,7 @@ end
 
 local scores_of = support.latest(function(c)
   local rng, fn, scores = support.rng(#c.lens + c.max_blocks), kinds[c.kind], {}
-  for i = 0, #c.lens * c.heads * c.max_blocks - 1 do
+  for i = 0, #c.lens * (c.is_shared and 1 or c.heads) * c.max_blocks - 1 do
     scores[i + 1] = fn(rng, i % c.max_blocks)
   end
   return scores
@@ -45,9 +45,12 @@ local function run(dev, c, counted)
   local rows, n = #c.lens, c.max_blocks
   local selection = support.poisoned(dev, "i32", { rows, c.heads, c.max_selected })
   local counts = support.poisoned(dev, "i32", { rows, c.heads })
-  kv.check(kv.C.kvl_select(kv.from(dev, "f32", { rows, c.heads, n }, scores_of(c)),
-    kv.from(dev, "i32", { rows }, c.lens), c.block_size, budget(c.budget), selection,
-    counted and counts or nil))
+  local limits = c.limits and kv.from(dev, c.dtype, { #c.limits / c.heads, c.heads },
+    c.limits)
+  kv.check(kv.C.kvl_select(
+    kv.from(dev, "f32", { rows, c.is_shared and 1 or c.heads, n }, scores_of(c)),
+    kv.from(dev, "i32", { rows }, c.lens), c.block_size, budget(c.budget), limits,
+    selection, counted and counts or nil))
   return selection, counts
 end
 
@@ -56,9 +59,10 @@ local function expected(c)
   for s = 0, #c.lens - 1 do
     for h = 0, c.heads - 1 do
       local n = math.ceil(c.lens[s + 1] / c.block_size)
-      local row, first = {}, (s * c.heads + h) * c.max_blocks
+      local row, first = {}, (c.is_shared and s or s * c.heads + h) * c.max_blocks
       for b = 1, n do row[b] = scores[first + b] end
-      local chosen = reference.select(row, n, c.budget, c.max_selected)
+      local chosen = reference.select(row, n, selection_cases.budget_of(c, s, h),
+        c.max_selected)
       for i = 1, c.max_selected do selection[#selection + 1] = chosen[i] or -1 end
       counts[#counts + 1] = #chosen
     end
@@ -115,6 +119,25 @@ for _, kind in ipairs(support.names(kinds)) do
       max_selected = shape[3] }
   end
 end
+-- Each list has its own limit. The last shapes are those of rows in registers and, on a
+-- GPU, of teams.
+local ragged = {}
+for _, kind in ipairs { "distinct", "few", "mixed", "sparse", "equal" } do
+  for _, shape in ipairs { { 40, 6, 3, 16 }, { 40, 6, 1, 16 }, { 1024, 3, 2, 1 },
+                           { 9217, 2, 3, 1 } } do
+    for i = 1, 16 do
+      local lens = {}
+      for s = 1, shape[2] do
+        local part = ({ 0, 1, 16, 17, 300, 513 })[(s + i) % 6 + 1] / 640
+        lens[s] = math.ceil(part * shape[1] * shape[4])
+      end
+      ragged[#ragged + 1] = selection_cases.ragged(i, { kind = kind, lens = lens,
+        block_size = shape[4], heads = shape[3], is_shared = i % 3 == 0,
+        max_blocks = shape[1], max_selected = shape[1],
+        budget = { min_blocks = i % 4, sink = i % 3, recent = i % 5 } })
+    end
+  end
+end
 local empty = { { kind = "few", budget = { blocks = 3 }, lens = {}, block_size = 16,
   heads = 2, max_blocks = 4, max_selected = 4 } }
 
@@ -124,11 +147,44 @@ local topics = {
   { "keeps the sinks and then the most recent blocks when there is little room", short },
   { "is exact for long sequences", long },
   { "is exact for rows of every number of blocks per thread", registers },
+  { "gives each list its own limit", ragged },
   { "does nothing for no sequences", empty },
 }
 
 describe("selecting blocks", function()
   for _, topic in ipairs(topics) do selection_cases.on_cpu(topic, run, expected) end
+
+  it("takes an f32 ratio as the number that it is nearest to", function()
+    local cpu = kv.device "cpu"
+    local some, n = budget { sink = 0 }, 4000
+    local scores = kv.zeros(cpu, "f32", { 1, 1, n })
+    for _, blocks in ipairs { 10, 30, 1000, 3000, n } do
+      local lens, ratios = kv.from(cpu, "i32", { 1 }, { blocks }), {}
+      for i = 0, 100 do ratios[i + 1] = i / 100 end
+      local selection = kv.tensor(cpu, "i32", { 1, 101, n })
+      local counts = kv.tensor(cpu, "i32", { 1, 101 })
+      kv.check(kv.C.kvl_select(scores, lens, 1, some, kv.from(cpu, "f32", { 1, 101 },
+        ratios), selection, counts))
+      for i, count in ipairs(counts:list()) do
+        assert.equal(math.ceil((i - 1) * blocks / 100), count)
+      end
+    end
+  end)
+
+  it("refuses limits and scores of other shapes", function()
+    local cpu = kv.device "cpu"
+    local function select(o)
+      return kv.C.kvl_select(kv.zeros(cpu, "f32", { 2, o.score_heads or 3, 4 }),
+        kv.zeros(cpu, "i32", { 2 }), 16, budget { sink = 0 },
+        kv.zeros(cpu, o.dtype or "i32", { o.seqs or 2, o.lists or 3 }),
+        kv.zeros(cpu, "i32", { 2, 3, 4 }), nil)
+    end
+    assert.equal(0, select {})
+    support.fails(select { score_heads = 2 }, "scores are for 2 heads, expected 3 or 1")
+    support.fails(select { seqs = 3 }, "limits are for 3 sequences, expected 2 or 1")
+    support.fails(select { lists = 1 }, "limits is i32 [2, 1]")
+    support.fails(select { dtype = "i64" }, "limits is i64 [2, 3]")
+  end)
 
   support.it_on_cpu("runs without counts", function(dev)
     support.equal((run(dev, cases[3])), (expected(cases[3])), "selection")

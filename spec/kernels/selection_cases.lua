@@ -4,6 +4,37 @@ local support = require "spec.support"
 
 local M = {}
 
+local NAN = 0 / 0
+
+--- The case with limits: of each sequence and list, or of each list. Some are 0, below
+-- sink + recent, above the number of blocks, negative or NaN. Ratios are hundredths.
+function M.ragged(seed, c)
+  local rng, n = support.rng(seed * 31 + c.max_blocks), c.max_blocks
+  c.dtype, c.limits = seed % 2 == 0 and "f32" or "i32", {}
+  for i = 1, (seed % 5 < 3 and #c.lens or 1) * c.heads do
+    local odd = rng(8)
+    if c.dtype == "i32" then
+      c.limits[i] = odd == 0 and 0 or odd == 1 and -7 or odd == 2 and n + 5 or rng(n)
+    else
+      c.limits[i] = odd == 0 and 0 or odd == 1 and -1 or odd == 2 and NAN
+        or odd == 3 and 2 or rng(101) / 100
+    end
+  end
+  return c
+end
+
+--- The budget of list h (from 0) of sequence s, for the reference.
+function M.budget_of(c, s, h)
+  if not c.limits then return c.budget end
+  local limit = c.limits[(#c.limits > c.heads and s or 0) * c.heads + h + 1]
+  if limit ~= limit or limit < 0 then limit = 0 end
+  local own = { ratio = c.dtype == "f32" and math.min(limit, 1) or nil,
+                blocks = c.dtype == "i32" and limit or nil }
+  return setmetatable(own, { __index = function(_, key)
+    return key ~= "ratio" and key ~= "blocks" and c.budget[key] or nil
+  end })
+end
+
 local function compare(case, i, selection, counts, want, want_counts)
   local what = (" of case %d (%s)"):format(i, case.kind)
   support.equal(selection, want, "selection" .. what)

@@ -19,15 +19,18 @@ local kinds = {
 local prepare = support.latest(function(c)
   local rng, weights, selection = support.rng(#c.lens * 7 + c.max_blocks), {}, {}
   for s = 1, #c.lens do
-    for _ = 1, c.heads do
+    local row
+    for head = 1, c.heads do
       local n = math.ceil(c.lens[s] / c.block_size)
-      local row = {}
-      for b = 0, c.max_blocks - 1 do
-        row[b + 1] = kinds[c.kind](rng, b)
-        weights[#weights + 1] = row[b + 1]
+      if not c.is_shared or head == 1 then
+        row = {}
+        for b = 0, c.max_blocks - 1 do
+          row[b + 1] = kinds[c.kind](rng, b)
+          weights[#weights + 1] = row[b + 1]
+        end
       end
-      local chosen = reference.select(row, n, { blocks = c.most, sink = c.sink,
-        recent = c.recent }, c.max_selected)
+      local chosen = reference.select(row, n, { blocks = math.ceil(c.most / head),
+        sink = c.sink, recent = c.recent }, c.max_selected)
       for i = 1, c.max_selected do selection[#selection + 1] = chosen[i] or -1 end
     end
   end
@@ -39,7 +42,8 @@ local function run(dev, c, counted)
   local selection = kv.from(dev, "i32", { rows, c.heads, c.max_selected }, case.selection)
   local counts = support.poisoned(dev, "i32", { rows, c.heads })
   kv.check(kv.C.kvl_trim_selection(
-    kv.from(dev, "f32", { rows, c.heads, c.max_blocks }, case.weights),
+    kv.from(dev, "f32", { rows, c.is_shared and 1 or c.heads, c.max_blocks },
+      case.weights),
     kv.from(dev, "i32", { rows }, c.lens), c.block_size, c.mass, c.sink, c.recent,
     selection, counted and counts or nil))
   return selection, counts
@@ -50,7 +54,8 @@ local function expected(c)
   for row = 0, #c.lens * c.heads - 1 do
     local n = math.ceil(c.lens[math.floor(row / c.heads) + 1] / c.block_size)
     local weights, chosen = {}, {}
-    for b = 1, n do weights[b] = case.weights[row * c.max_blocks + b] end
+    local of = c.is_shared and math.floor(row / c.heads) or row
+    for b = 1, n do weights[b] = case.weights[of * c.max_blocks + b] end
     for i = 1, c.max_selected do
       local block = case.selection[row * c.max_selected + i]
       if block >= 0 then chosen[#chosen + 1] = block end
@@ -68,7 +73,8 @@ for _, kind in ipairs(support.names(kinds)) do
     for _, ends in ipairs { { 0, 0 }, { 1, 2 }, { 3, 0 }, { 30, 30 } } do
       for _, most in ipairs { 0, 1, 8, 1000 } do
         cases[#cases + 1] = { kind = kind, mass = mass, sink = ends[1], recent = ends[2],
-          most = most, lens = { 0, 1, 16, 17, 300, 513 }, block_size = 16, heads = 2,
+          most = most, is_shared = #cases % 3 == 1,
+          lens = { 0, 1, 16, 17, 300, 513 }, block_size = 16, heads = 2,
           max_blocks = 40, max_selected = 40 }
       end
     end

@@ -216,6 +216,18 @@ M["kv.policy.define"] = {
   end,
   call = function(o) kv.policy.define(o) end,
 }
+M["kv.split"] = {
+  good = function() return { floor = 0.3, softmax = true } end,
+  call = function(o) kv.split("adaptive", o) end,
+}
+M["kv.split.define"] = {
+  good = function()
+    return { name = "x", defaults = { share = 0.5, text = "a", is = true },
+             takes = { share = kv.policy.share }, layers = function() end,
+             heads = function() end }
+  end,
+  call = function(o) kv.split.define(o) end,
+}
 M["kv.policy.nest"] = {
   good = function() return { blocks = 2, sink = 0 } end,
   call = function(o)

@@ -19,8 +19,17 @@ local TIERS = { resident = {}, ["hot cache"] = { offload = { hot_slots = 400 } }
 -- So that what a policy counts decides about enough blocks.
 local OPTIONS = { h2o = { ratio = 0.3 } }
 
-local function open(model, name, tier, graph)
-  local policy = name == "emitting" and emitting {} or kv.policy(name, OPTIONS[name])
+-- Policies with a budget that differs among layers and heads and is divided besides.
+local RAGGED = { "quest", "h2o", "gsa", "gsa_on_device", "magicpig", "twilight" }
+
+local function ragged_options()
+  return { ratio = kv.from("cpu", "f32", { 2, 2 }, { 0.4, 0.1, 0.2, 0.5 }),
+           split = kv.split("adaptive", { floor = 0.3 }), min_blocks = 0 }
+end
+
+local function open(model, name, tier, graph, is_ragged)
+  local policy = name == "emitting" and emitting {}
+    or kv.policy(name, is_ragged and ragged_options() or OPTIONS[name])
   local e = model:engine { blocks = 200, chunk = 64, block_size = 4, max_seqs = 2,
     max_blocks = 96, graph = graph, policy = policy, offload = TIERS[tier].offload }
   local seqs = { e:sequence(), e:sequence() }
@@ -60,26 +69,31 @@ if not tried.own then names[#names + 1] = "emitting" end
 
 support.each_device(function(dev)
   local model = tiny.tiny(dev)
-  for _, name in ipairs(names) do
-    for _, tier in ipairs(is_eager(name) and {} or support.names(TIERS)) do
-      it(("%s, %s, replays steps on %s #policy"):format(name, tier, dev:name()),
-        function()
-        local rng, graphs = support.rng(11), 0
-        local eager, graph = open(model, name, tier), open(model, name, tier, true)
-        for step = 1, STEPS do
-          local kind, run = random_step(rng)
-          local want = run(eager)
-          local words = ("step %d: %s"):format(step, kind)
-          support.close(run(graph), want, 1e-5, 1e-5, words)
-        end
-        for _, is_recorded in pairs(graph.engine.graphs) do
-          graphs = graphs + (is_recorded and 1 or 0)
-        end
-        assert.is_true(graphs > 3, graphs)
-        eager.engine.cache:close()
-        graph.engine.cache:close()
-      end)
-    end
+  local function replays(name, tier, is_ragged)
+    if is_eager(name) then return end
+    it(("%s%s, %s, replays steps on %s #policy"):format(name,
+      is_ragged and " by ragged budgets" or "", tier, dev:name()), function()
+      local rng, graphs = support.rng(11), 0
+      local eager = open(model, name, tier, false, is_ragged)
+      local graph = open(model, name, tier, true, is_ragged)
+      for step = 1, STEPS do
+        local kind, run = random_step(rng)
+        local want = run(eager)
+        local words = ("step %d: %s"):format(step, kind)
+        support.close(run(graph), want, 1e-5, 1e-5, words)
+      end
+      for _, is_recorded in pairs(graph.engine.graphs) do
+        graphs = graphs + (is_recorded and 1 or 0)
+      end
+      assert.is_true(graphs > 3, graphs)
+      eager.engine.cache:close()
+      graph.engine.cache:close()
+    end)
+  end
+
+  for _, tier in ipairs(support.names(TIERS)) do
+    for _, name in ipairs(names) do replays(name, tier) end
+    for _, name in ipairs(tried.own and names or RAGGED) do replays(name, tier, true) end
   end
 
   it("count what they wrote, and load no block again, on " .. dev:name(), function()

@@ -1,6 +1,7 @@
 --- What every policy owes, whatever its idea: each policy that kv.policy.names() lists
 -- runs through this, or the one whose file `kvlab test policy FILE` names.
 local kv = require "kvlab"
+local reference = require "spec.reference.attention"
 local rig = require "spec.rig"
 local support = require "spec.support"
 local tried = require "spec.tried_policies"
@@ -26,6 +27,29 @@ local function everything(name, o)
   return with(EXTRA[name], with(complete, o))
 end
 
+-- Budgets of the last layer's KV heads, given in every way in which layers and heads may
+-- differ: `of` makes the option on a device, heads are what the last layer has of it.
+local RAGGED = {
+  { "ratio", function() return { 0.4, 0.1 } end, { 0.1, 0.1 } },
+  { "ratio", function(dev) return kv.from(dev, "f32", { 2, 2 }, { 1, 0, 0.07, 0.6 }) end,
+    { 0.07, 0.6 } },
+  { "ratio", function(dev) return kv.from(dev, "f32", { 2, 2 }, { 0, 0, 1, 0.1 }) end,
+    { 1, 0.1 } },
+  { "blocks", function() return { 3, 9 } end, { 9, 9 } },
+  { "blocks", function(dev) return kv.from(dev, "i32", { 2, 2 }, { 3, 40, 12, 3 }) end,
+    { 12, 3 } },
+  { "tokens", function() return { 300, 49 } end, { 4, 4 } },
+  { "tokens", function(dev) return kv.from(dev, "i32", { 2, 2 }, { 70, 80, 48, 81 }) end,
+    { 3, 6 } },
+}
+
+--- Options that differ among layers and heads, and are divided among heads besides.
+local function ragged(name, dev)
+  local split = kv.split("adaptive", { floor = 0.4 })
+  local ratio = kv.from(dev, "f32", { 2, 2 }, { 0.2, 0.5, 0.5, 0.2 })
+  return with(EXTRA[name], { split = split, min_blocks = 0, ratio = ratio })
+end
+
 local function rows_of(selection)
   local dims, flat, rows = selection:dims(), selection:list(), {}
   for r = 0, dims[1] * dims[2] - 1 do
@@ -36,8 +60,9 @@ local function rows_of(selection)
   return rows, dims[2]
 end
 
---- One row of a selection over n blocks: how many were taken, after checking their order.
-local function check_row(row, n, policy, count)
+--- A row of a selection over n blocks: ascending, in range, with sink and recent. Returns
+-- how many were taken.
+local function check_order(row, n, policy, count)
   local taken, before = 0, -1
   for i, block in ipairs(row) do
     if block == -1 then
@@ -52,7 +77,13 @@ local function check_row(row, n, policy, count)
   for i = 1, taken do has[row[i]] = true end
   for b = 0, math.min(policy.sink, n) - 1 do assert.is_true(has[b], "sink") end
   for b = math.max(0, n - policy.recent), n - 1 do assert.is_true(has[b], "recent") end
-  local budget = kv.policy.budget_blocks(policy.budget, n)
+  return taken
+end
+
+--- The same, within a budget of so many blocks.
+local function check_row(row, n, policy, count, budget)
+  local taken = check_order(row, n, policy, count)
+  budget = budget or kv.policy.budget_blocks(policy.budget, n)
   if policy.takes_less then
     assert.is_true(taken <= budget, "the budget is not exceeded")
   else
@@ -65,8 +96,8 @@ end
 -- before it, and to itself.
 local function prefill_contract(name, dev)
   local function run(o)
-    local policy = kv.policy(name, { ratio = o.ratio, sink = 1, recent = 1,
-                                          min_blocks = 0 })
+    local policy = kv.policy(name, { ratio = o.ratio, split = o.split, sink = 1,
+                                     recent = 1, min_blocks = 0 })
     local rows = {}
     local select_blocks = policy.select_blocks
     policy.select_blocks = function(self, ctx)
@@ -109,6 +140,27 @@ local function prefill_contract(name, dev)
     local dense = whole {}
     for _, chunk in ipairs { 7, 16, 64, 200 } do
       support.close((run { ratio = 1, chunk = chunk }), dense, 3e-6, 3e-6, name)
+    end
+  end)
+
+  it("takes budgets of heads and divides them, and is not above them", function()
+    local ratios = { 0.1, 0.6 }
+    local given = kv.from(dev, "f32", { 2, 2 }, { 0.1, 0.6, 0.1, 0.6 })
+    for _, split in ipairs { false, "adaptive" } do
+      local _, calls, policy = run { ratio = given, split = split or nil, chunk = 40 }
+      for _, call in ipairs(calls) do
+        local rows, lists = rows_of(call.selection)
+        local n, taken, total = math.ceil(call.length / 16), 0, 0
+        policy.recent = math.max(1, call.open)
+        for i, row in ipairs(rows) do
+          local budget = reference.budget_blocks({ ratio = ratios[(i - 1) % lists + 1],
+            sink = 1, recent = policy.recent }, n)
+          taken = taken + check_order(row, n, policy, call.counts[i])
+          total = total + budget
+          if not split then check_row(row, n, policy, call.counts[i], budget) end
+        end
+        assert.equal(total, taken)
+      end
     end
   end)
 
@@ -174,12 +226,90 @@ local function contract(name, dev)
     check_selections { tokens = 40, sink = 0, recent = 0, min_blocks = 0 }
   end)
 
+  --- Calls fn(rows, lens, policy) for the steps that selected: rows are those of a
+  -- sequence's KV heads.
+  local function each_selection(o, fn)
+    local run = rig.decode(dev, { policy = name, options = with(EXTRA[name], o),
+                                  lengths = LENGTHS, steps = 3 })
+    for _, step in ipairs(run.steps) do
+      local rows, lists = {}, 0
+      if step.selection then rows, lists = rows_of(step.selection) end
+      local counts = lists > 0 and step.counts:list()
+      for s = 1, lists > 0 and #step.lens or 0 do
+        local own, taken = {}, {}
+        for head = 1, lists do
+          own[head] = rows[(s - 1) * lists + head]
+          taken[head] = counts[(s - 1) * lists + head]
+        end
+        fn(own, taken, math.ceil(step.lens[s] / 16), run.policy)
+      end
+    end
+  end
+
+  it("takes budgets of layers and heads, and is above none of them", function()
+    for i, case in ipairs(RAGGED) do
+      local unit = case[1] == "ratio" and "ratio" or "blocks"
+      local o = { [case[1]] = case[2](dev), min_blocks = i % 3 * 2, sink = 1, recent = 2 }
+      each_selection(o, function(rows, counts, n, policy)
+        for head, row in ipairs(rows) do
+          local own = { [unit] = case[3][head], min_blocks = o.min_blocks, sink = 1,
+                        recent = 2 }
+          check_row(row, n, policy, counts[head], reference.budget_blocks(own, n))
+        end
+      end)
+    end
+  end)
+
+  it("divides a budget among heads, and is not above it in all", function()
+    local by_head = kv.from(dev, "f32", { 2, 2 }, { 1, 1, 0.1, 0.7 })
+    for _, o in ipairs { { ratio = 0.3 }, { ratio = 1 }, { blocks = 6 },
+                         { ratio = by_head } } do
+      o.split, o.min_blocks, o.sink, o.recent =
+        kv.split("adaptive", { floor = 0.5 }), 2, 1, 2
+      local last = type(o.ratio) == "cdata" and { 0.1, 0.7 } or { o.ratio, o.ratio }
+      each_selection(o, function(rows, counts, n, policy)
+        local total, all = 0, 0
+        for head, row in ipairs(rows) do
+          local even = reference.budget_blocks({ ratio = last[head], blocks = o.blocks,
+            min_blocks = 2, sink = 1, recent = 2 }, n)
+          local taken = check_order(row, n, policy, counts[head])
+          if not policy.takes_less then
+            assert.is_true(taken >= math.floor(0.5 * even), "each head has its floor")
+          end
+          total, all = total + even, all + taken
+        end
+        if policy.takes_less then
+          assert.is_true(all <= total, "the budget of all heads is not exceeded")
+        else
+          assert.equal(total, all)
+        end
+      end)
+    end
+  end)
+
+  it("takes a list or tensor of equal numbers as the number", function()
+    local function steps(ratio)
+      local o = with(EXTRA[name], { ratio = ratio })
+      return rig.decode(dev, { policy = name, options = o, lengths = LENGTHS,
+                               steps = 3 }).steps
+    end
+    local number, list = steps(0.3), steps { 0.3, 0.3 }
+    local tensor = steps(kv.full(dev, "f32", { 2, 2 }, 0.3))
+    for i, step in ipairs(number) do
+      support.equal(list[i].out, step.out, name)
+      support.close(tensor[i].out, step.out, 2e-6, 2e-6, name)
+    end
+  end)
+
   it("says what it reads", function()
     assert.is_nil(kv.policy.uncounted(kv.policy(name)))
   end)
 
   it("equals dense attention when the budget is everything", function()
-    for _, o in ipairs { { ratio = 1 }, { blocks = 64 } } do
+    for _, o in ipairs { { ratio = 1 }, { blocks = 64 }, { ratio = { 1, 1 } },
+                         { ratio = kv.ones(dev, "f32", { 2, 2 }) },
+                         { ratio = 1, split = "adaptive" },
+                         { ratio = 1, split = "pyramid" } } do
       local all = everything(name, o)
       if not all then return end
       local dense = rig.decode(dev, { policy = "full", lengths = LENGTHS, steps = 3 })
@@ -231,6 +361,28 @@ local function contract(name, dev)
     local alone = rig.decode(dev, o)
     for i, step in ipairs(alone.steps) do
       support.close(step.out:index(0), both.steps[i].out:index(0), 2e-6, 2e-6, name)
+    end
+  end)
+
+  it("gives a fork or a batch by ragged budgets what it gives alone", function()
+    local o = { policy = name, options = ragged(name, dev), lengths = { 195 },
+                steps = 3 }
+    local alone, runs = rig.decode(dev, o), {}
+    o.fork = true
+    runs[1] = rig.decode(dev, o)
+    o.fork, o.scoped = nil, true
+    runs[2] = rig.decode(dev, o)
+    o.scoped, o.before = nil, { 90 }
+    runs[3] = rig.decode(dev, o)
+    o.before, o.chunk = nil, 16
+    runs[4] = rig.decode(dev, o)
+    o.chunk, o.lengths = nil, { 195, 90 }
+    runs[5] = name ~= "random" and rig.decode(dev, o) or nil -- draws over the whole batch
+    for k, run in ipairs(runs) do
+      for i, step in ipairs(alone.steps) do
+        support.close(run.steps[i].out:index(0), step.out:index(0), 2e-6, 2e-6,
+          ("%s, run %d"):format(name, k))
+      end
     end
   end)
 
@@ -303,11 +455,16 @@ for _, name in ipairs(tried.names()) do
 
     it("selects and attends as on the cpu", function()
       if not kv.policy(name).decode then return end
-      local o = { policy = name, options = third(name), lengths = LENGTHS, steps = 3 }
-      local cuda, cpu = rig.decode(kv.device "cuda", o), rig.decode(kv.device "cpu", o)
-      for i, step in ipairs(cpu.steps) do
-        if step.selection then support.equal(cuda.steps[i].selection, step.selection) end
-        support.close(cuda.steps[i].out, step.out, 1e-5, 1e-5, name)
+      for _, options in ipairs { third(name), ragged(name, kv.device "cpu"),
+                                 with(EXTRA[name], { blocks = { 4, 7 } }) } do
+        local o = { policy = name, options = options, lengths = LENGTHS, steps = 3 }
+        local cuda, cpu = rig.decode(kv.device "cuda", o), rig.decode(kv.device "cpu", o)
+        for i, step in ipairs(cpu.steps) do
+          if step.selection then
+            support.equal(cuda.steps[i].selection, step.selection)
+          end
+          support.close(cuda.steps[i].out, step.out, 1e-5, 1e-5, name)
+        end
       end
     end)
   end)

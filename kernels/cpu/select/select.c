@@ -1,9 +1,9 @@
 /* The blocks to attend to: the first `sink`, the last `recent` and the best of the rest.
- *   scores     f32  [seqs, selection_heads, max_blocks]
+ *   scores     f32  [seqs, selection_heads or 1, max_blocks]
  *   lens       i32  [seqs]
  *   selection  i32  [seqs, selection_heads, max_selected]   ascending, -1 padded
  *   counts     i32  [seqs, selection_heads]                 optional
- * n = ceil(len / block_size) blocks exist and up to k = kvl__budget_blocks(budget, n), at most
+ * n = ceil(len / block_size) blocks exist and up to k = kvl__list_blocks(...), at most
  * max_selected, are taken. If k is less than sink + recent, the sinks come first and then the
  * most recent ones. A block between them whose score is -inf or NaN is not eligible: it is
  * never taken, so fewer than k may be. Exact: ties go to the lower index.
@@ -68,11 +68,12 @@ static int32_t select_row(const float *scores, int32_t n, int32_t k, kvl_budget 
 static int rows_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_select_args *a = args;
   for (int64_t row = begin; row < end; row++) {
-    int64_t len = a->lens[row / a->selection_heads];
+    const int64_t seq = row / a->selection_heads, head = row % a->selection_heads;
+    int64_t len = a->lens[seq], score_row = a->score_heads > 1 ? row : seq;
     int64_t n = i64_min((len + a->block_size - 1) / a->block_size, a->max_blocks);
-    int64_t k = n > 0 ? kvl__budget_blocks(a->budget, (int32_t)n) : 0;
+    int64_t k = n > 0 ? kvl__list_blocks(a->budget, &a->limits, seq, head, (int32_t)n) : 0;
     k = i64_max(0, i64_min(k, a->max_selected));
-    int32_t count = select_row(a->scores + row * a->max_blocks, (int32_t)i64_max(0, n),
+    int32_t count = select_row(a->scores + score_row * a->max_blocks, (int32_t)i64_max(0, n),
                                (int32_t)k, a->budget, a->max_selected,
                                a->selection + row * a->max_selected);
     if (a->counts) a->counts[row] = count;

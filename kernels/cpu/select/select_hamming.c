@@ -71,7 +71,8 @@ static int rows_piece(const void *args, int64_t begin, int64_t end) {
     const int64_t seq = row / a->selection_heads, head = row % a->selection_heads;
     const int64_t len = i64_max(0, a->lens[seq]);
     const int64_t n = i64_min((len + a->block_size - 1) / a->block_size, a->max_blocks);
-    const int64_t k = i64_min(kvl__budget_blocks(a->budget, (int32_t)n), a->max_selected);
+    const int64_t k = i64_min(kvl__list_blocks(a->budget, &a->limits, seq, head, (int32_t)n),
+                              a->max_selected);
     const int64_t sink = i64_min(a->budget.sink, k);
     const int64_t recent = i64_min(a->budget.recent, k - sink);
     int32_t *selection = a->selection + row * a->max_selected, *last = selection + k;

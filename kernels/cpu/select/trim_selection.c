@@ -1,6 +1,6 @@
 /* Shortens selections, in place, to the fewest blocks whose weights reach a share of their
  * sequence's total: top-p over blocks.
- *   weights    f32  [seqs, heads, max_blocks]     a weight that is not > 0 counts as 0
+ *   weights    f32  [seqs, heads or 1, max_blocks]   a weight that is not > 0 counts as 0
  *   lens       i32  [seqs]
  *   selection  i32  [seqs, heads, max_selected]   ascending, -1 padded
  *   counts     i32  [seqs, heads]                 optional
@@ -74,7 +74,8 @@ static int rows_piece(const void *args, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i++) {
     int64_t len = i64_max(0, a->lens[i / a->heads]);
     int64_t blocks = i64_min((len + a->block_size - 1) / a->block_size, a->max_blocks);
-    struct row r = {.weights = a->weights + i * a->max_blocks,
+    const int64_t weight_row = a->weight_heads > 1 ? i : i / a->heads;
+    struct row r = {.weights = a->weights + weight_row * a->max_blocks,
                     .selection = a->selection + i * a->max_selected,
                     .first = a->sink,
                     .last = blocks - a->recent};

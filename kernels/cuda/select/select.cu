@@ -1,11 +1,11 @@
 /* Selects the blocks that each sequence may attend to: the first `sink`, the last `recent`
  * and those with the highest scores, exactly, in ascending order.
  *
- *   scores     f32  [seqs, selection_heads, max_blocks]
+ *   scores     f32  [seqs, selection_heads or 1, max_blocks]
  *   lens       i32  [seqs]
  *   selection  i32  [seqs, selection_heads, max_selected]   -1 padded
  *   counts     i32  [seqs, selection_heads]                 optional
- * At most k = min(kvl__budget_blocks(budget, blocks of the sequence), max_selected) are
+ * At most k = min(kvl__list_blocks(...), max_selected) are
  * taken. Ties go to the lower index. A block between sink and recent whose score is -inf or
  * NaN is not eligible and never taken. When k is too small for all, the sinks come first,
  * then the latest blocks.
@@ -72,11 +72,13 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
   const uint32_t row = blockIdx.x / TEAM;
   wait_for_previous();
   /* This load comes first, because everything after it waits for it. */
-  const int length = load_now(a.lens + row / (uint32_t)a.selection_heads);
-  const float *scores = a.scores + row * a.max_blocks;
+  const uint32_t seq = row / (uint32_t)a.selection_heads;
+  const int length = load_now(a.lens + seq);
+  const float *scores = a.scores + (a.score_heads > 1 ? row : seq) * a.max_blocks;
   radix_select<EACH, TEAM, SAMPLES> s(memory, scores, (uint32_t)a.max_blocks, shape, true);
 
-  const row_choice r(a, blocks_of(length, block_size, a.max_blocks));
+  const row_choice r(a, blocks_of(length, block_size, a.max_blocks), seq,
+                     row - seq * (uint32_t)a.selection_heads);
   let_next_start();
 
   int32_t *selection = a.selection + row * a.max_selected;

@@ -9,6 +9,7 @@
  *   selection  i32           [seqs, kv_heads or 1, max_selected]   -1 padded
  *   counts     i32           [seqs, kv_heads or 1]                 optional
  * The result is exactly that of hash_rows, score_hamming and select; ties to the lower index.
+ * Each list may have a limit of its own.
  *
  * One team of up to 8 thread blocks (a cluster) makes the lists of one sequence for those KV
  * heads whose hashes share a 32-byte sector, so that every byte read is used. Each block
@@ -127,14 +128,21 @@ __global__ void __launch_bounds__(THREADS, 1)
     cluster_arrive();
   }
 
-  const row_choice row(a, blocks_of(length, shape.block_size, a.max_blocks));
+  const int per = WARPS / lists, list = warp * lists / WARPS; /* warps per list; its list */
+  const int blocks = blocks_of(length, shape.block_size, a.max_blocks);
+  const row_choice row(a, blocks, seq, head + list); /* limits change only k and wanted */
+  bool is_choice = row.is_choice;                    /* of any list */
+  if (a.limits.of)
+    for (int l = 0; l < lists; l++)
+      is_choice |= row_choice(a, blocks, seq, head + l).is_choice;
   const int last = min(end, row.high);
   int32_t *selection = a.selection + ((int64_t)seq * list_heads + head) * a.max_selected;
   if (rank == 0) {
-    const int front = row.is_choice ? row.sink : row.sink + row.wanted;
     for (int l = 0; l < lists; l++) {
-      row.write_certain(selection + l * a.max_selected, a.max_selected, front);
-      if (threadIdx.x == 0 && a.counts) a.counts[seq * list_heads + head + l] = row.k;
+      const row_choice of_list = a.limits.of ? row_choice(a, blocks, seq, head + l) : row;
+      of_list.write_certain(selection + l * a.max_selected, a.max_selected,
+                            is_choice ? row.sink : row.sink + of_list.wanted);
+      if (threadIdx.x == 0 && a.counts) a.counts[seq * list_heads + head + l] = of_list.k;
     }
   }
   queries.finish(s.x, (uint32_t *)q);
@@ -176,12 +184,11 @@ __global__ void __launch_bounds__(THREADS, 1)
       }
   };
 
-  const int per = WARPS / lists, list = warp * lists / WARPS; /* warps per list; its list */
   const bool is_split = shape.window < shape.stretch;
   list_edge edge = {};
   list_before before = {};
 #pragma unroll 1
-  for (int pass = row.is_choice ? 0 : 2; pass < 2; pass++) {
+  for (int pass = is_choice ? 0 : 2; pass < 2; pass++) {
 #pragma unroll 1
     for (int from = begin; from < last; from += shape.window) {
       const int stop = min(from + shape.window, last);

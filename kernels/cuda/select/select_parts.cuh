@@ -21,9 +21,12 @@ struct row_choice {
   int high, wanted;       /* blocks sink ... high-1 compete for `wanted` entries */
   bool is_choice;
 
-  template <class ARGS> __device__ __forceinline__ row_choice(const ARGS &a, int blocks) {
+  template <class ARGS>
+  __device__ __forceinline__ row_choice(const ARGS &a, int blocks, uint32_t seq,
+                                        uint32_t head) {
     n = blocks;
-    k = (int)min((int64_t)max(kvl__budget_blocks(a.budget, n), 0), a.max_selected);
+    k = (int)min((int64_t)max(kvl__list_blocks(a.budget, &a.limits, seq, head, n), 0),
+                 a.max_selected);
     sink = min(min(a.budget.sink, n), k);
     recent = min(min(a.budget.recent, n - sink), k - sink);
     high = n - recent, wanted = k - sink - recent;

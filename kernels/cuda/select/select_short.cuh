@@ -200,8 +200,10 @@ __global__ void __launch_bounds__(THREADS)
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int first = warp * (EACH * WARP) + lane, width = (int)a.max_blocks;
   let_next_start();
-  const int32_t *lens = a.lens + blockIdx.x / (uint32_t)a.selection_heads;
-  const float *scores = a.scores + (int64_t)blockIdx.x * width + first;
+  const uint32_t seq = blockIdx.x / (uint32_t)a.selection_heads;
+  const int32_t *lens = a.lens + seq;
+  const float *scores = a.scores + (int64_t)(a.score_heads > 1 ? blockIdx.x : seq) * width +
+                        first;
   int32_t *selection = a.selection + blockIdx.x * a.max_selected;
   opaque(lens), opaque(scores), opaque(selection); /* they are ready when the wait ends */
   __builtin_assume(__isGlobal(scores)), __builtin_assume(__isGlobal(selection));
@@ -214,7 +216,8 @@ __global__ void __launch_bounds__(THREADS)
   float x[EACH];
 #pragma unroll
   for (int j = 0; j < EACH; j++) x[j] = first + j * WARP < width ? scores[j * WARP] : NAN;
-  const row_choice row(a, blocks_of(length, block_size, a.max_blocks));
+  const row_choice row(a, blocks_of(length, block_size, a.max_blocks), seq,
+                       blockIdx.x - seq * (uint32_t)a.selection_heads);
   chosen<EACH> c;
   c.bits = 0;
 #pragma unroll

@@ -1,6 +1,6 @@
 /* Top-p over blocks: shortens selections, in place, to the fewest blocks whose weights reach
  * a share of their sequence's total weight.
- *   weights    f32  [seqs, heads, max_blocks]     what is not > 0 counts as 0
+ *   weights    f32  [seqs, heads or 1, max_blocks]   what is not > 0 counts as 0
  *   lens       i32  [seqs]
  *   selection  i32  [seqs, heads, max_selected]   ascending, -1 padded
  *   counts     i32  [seqs, heads]                 optional
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(1024)
   const int length = max(a.lens[i / a.heads], 0);
   const int blocks = (int)min((int64_t)(length + (int64_t)a.block_size - 1) / a.block_size,
                               a.max_blocks);
-  trim_row r = {a.weights + i * a.max_blocks,
+  trim_row r = {a.weights + (a.weight_heads > 1 ? i : i / a.heads) * a.max_blocks,
                 a.selection + i * a.max_selected,
                 0,
                 a.sink,

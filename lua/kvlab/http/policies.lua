@@ -1,6 +1,7 @@
 --- The policies that requests name. Each policy with its options has an attention over
 -- the engine's cache, which stays for later requests; those that were not used for
 -- longest go when there are too many.
+local AMOUNTS = require("kvlab.policy.budget").AMOUNTS
 local draft_steps = require "kvlab.policy.draft_steps"
 local fields = require "kvlab.http.fields"
 local json = require "kvlab.json"
@@ -86,8 +87,9 @@ local function open(self, name, options, draft, of_draft)
 end
 
 --- The options of a request, checked as far as the policy itself does not. A request may
--- set numbers, true or false, and texts of which `takes` says what they may be. Other
--- options are for scripts: tables may hold tensors, and a text may be the path of a file.
+-- set numbers, true or false, a budget's list of numbers by layer, the name of a split,
+-- and texts of which `takes` says what they may be. Other options are for scripts:
+-- tables may hold tensors, and a text may be the path of a file.
 ---@param of string  the field that holds them
 local function settable(of, name, given)
   local policy, out = policies(name), {}
@@ -100,7 +102,7 @@ local function settable(of, name, given)
       or kind == "string" and not policy.takes[option] then
       problem.wrong(field, ("%s is an option that only scripts can set"):format(field),
         "unsupported_value")
-    elseif type(value) == "table" then
+    elseif type(value) == "table" and not (AMOUNTS[option] and value[1] ~= nil) then
       fields.refuse(field, value, "a number, a string, true or false")
     elseif value ~= json.null then
       out[key] = value

@@ -43,12 +43,12 @@ end
 local function watch_scores(self, ctx)
   local select = ctx.select
   self.had_select = rawget(ctx, "select")
-  ctx.select = function(context, scores, budget)
+  ctx.select = function(context, scores, budget, limits)
     options.argument("select", "self", context, objects.context)
     if not context.is_prefill and self.seq <= context.seqs then
       self.scored = copy_rows(scores, self.seq, "float")
     end
-    return select(context, scores, budget)
+    return select(context, scores, budget, limits)
   end
 end
 

@@ -108,6 +108,36 @@ function M.scores(ctx, scores, budget, what)
   ctx.has_checked[ctx.phase] = true
 end
 
+--- Raises unless `limits`, which a split made, are i32 [seqs, kv_heads], not negative,
+-- and no more in all than `even`, what the heads have undivided.
+function M.limits(ctx, limits, even)
+  if not ffi.istype("kvl_tensor", limits) or limits.dtype ~= I32 or limits.ndim ~= 2
+    or limits.sizes[0] ~= ctx.seqs or limits.sizes[1] ~= ctx.kv_heads then
+    refuse(ctx, "the split returns %s, expected i32 [%d, %d]: sequences, KV heads",
+      shown(limits), ctx.seqs, ctx.kv_heads)
+  end
+  local is_open, waits = access(ctx)
+  if not is_open then return end
+  local list, heads, sums = contents(limits, waits, ints), ctx.kv_heads, {}
+  for row = 0, ctx.seqs * heads - 1 do
+    local s = math.floor(row / heads)
+    if list[row] < 0 then
+      refuse(ctx, "the split gives sequence %d, head %d %d blocks, expected 0 or more", s,
+        row % heads, list[row])
+    end
+    sums[s] = (sums[s] or 0) + list[row]
+  end
+  local total = contents(even, waits, ints)
+  for s = 0, ctx.seqs - 1 do
+    local most = 0
+    for head = 0, heads - 1 do most = most + total[s * heads + head] end
+    if sums[s] > most then
+      refuse(ctx, "the split gives the heads of sequence %d %d blocks, expected at most "
+        .. "the %d that they have undivided", s, sums[s], most)
+    end
+  end
+end
+
 local function refuse_entry(ctx, row, heads, i, block, before, n)
   local where = ("entry %d of the selection of sequence %d, head %d is %d"):format(i,
     math.floor(row / heads), row % heads, block)

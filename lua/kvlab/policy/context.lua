@@ -7,6 +7,7 @@
 -- back to its pool by itself. A policy may combine as many as it likes, and a step with
 -- the same shapes as the one before allocates nothing.
 local arguments = require "kvlab.arguments"
+local budgets = require "kvlab.policy.budget"
 local ffi = require "ffi"
 local check = require "kvlab.policy.check"
 local kinds = require "kvlab.tensor.kinds"
@@ -366,50 +367,98 @@ function Context:ramp(low, high)
   return r.ramp:mul(high - low, ramp):add(low, ramp)
 end
 
---- The budget of this step. A prefill chunk also gets the blocks in which it lies,
--- because a token sees itself. A row of a decode step gets its own block, because the
--- summary of this block knows later rows, too, which may be taken back.
+--- The budget of this step and layer, with the limits of its heads and what divides it
+-- among them. A prefill chunk also gets the blocks in which it lies, because a token sees
+-- itself. A row of a decode step gets its own block, because the summary of this block
+-- knows later rows, too, which may be taken back.
 local function step_budget(self, what, budget)
-  argument(what, "budget", budget, kinds.budget)
-  if not self.is_prefill and not self.is_rows then return budget end
-  ffi.copy(self.chunk_budget, budget, ffi.sizeof(budget))
-  self.chunk_budget.recent = math.max(budget.recent,
-    self.is_prefill and self.batch.open_max or 1)
-  return self.chunk_budget
+  argument(what, "budget", budget, budgets.kind)
+  local of_layer, limits, split = budgets.of_layer(budget, self.layer)
+  if self.is_prefill or self.is_rows then
+    ffi.copy(self.chunk_budget, of_layer, ffi.sizeof(of_layer))
+    self.chunk_budget.recent = math.max(of_layer.recent,
+      self.is_prefill and self.batch.open_max or 1)
+    of_layer = self.chunk_budget
+  end
+  return of_layer, limits, self.kv_heads > 1 and split or nil
 end
 
-local function select_within(self, scores, budget)
-  check.scores(self, scores, budget)
-  local n = policy.budget_blocks(budget, self.width)
-  local view = take_selection(self, tonumber(scores.sizes[1]), n)
+--- Selects for each list, at most n blocks.
+local function select_lists(self, scores, budget, limits, n)
+  local lists = limits and self.kv_heads or tonumber(scores.sizes[1])
+  local view = take_selection(self, lists, n)
   return ops.select(scores, self.lens, self.block_size, budget, view.selection,
-    view.counts)
+    view.counts, limits)
+end
+
+--- What all heads together may select, of the width of a step.
+local function width_of_all(self, budget)
+  return math.min(self.kv_heads * policy.budget_blocks(budget, self.width), self.width)
+end
+
+local function divide(self, scores, budget, limits, split)
+  local dims = { self.seqs, self.kv_heads, self.width }
+  if tonumber(scores.sizes[1]) == 1 then scores = scores:expand(dims) end
+  local _, even = select_lists(self, self:new_scores():fill_(0), budget, limits,
+    policy.budget_blocks(budget, self.width))
+  limits = split:heads(self, scores, even, budget)
+  check.limits(self, limits, even)
+  return limits
+end
+
+local function select_within(self, scores, budget, limits, split)
+  check.scores(self, scores, budget)
+  if not split then
+    return select_lists(self, scores, budget, limits,
+      policy.budget_blocks(budget, self.width))
+  end
+  local kept = ffi.new("kvl_budget", budget) -- the split may select in between
+  limits = tensor.scope(divide, self, scores, kept, limits, split)
+  local selection, counts = select_lists(self, scores, kept, limits,
+    width_of_all(self, kept))
+  limits:free()
+  return selection, counts
 end
 
 --- Selects sink, recent and the best scores within a budget. The selection and its counts
 -- belong to the caller until the attention of the layer is over.
 ---@param scores kvlab.Tensor  f32 [seqs, kv_heads or 1, width]; -inf: the block is not
 --                             eligible, and is selected only as a sink or a recent block
----@param budget kvlab.Budget  kvl_budget
-function Context:select(scores, budget)
-  return select_within(self, scores, step_budget(self, "select", budget))
+---@param budget kvlab.Budget  a policy's self.budget. If it differs among heads, each
+--                             head gets a list of its own, also by scores that all
+--                             share
+---@param limits? kvlab.Tensor  [seqs or 1, kv_heads]: how much each list may have in
+--                              place
+--                             of the budget's own, f32 ratios or i32 blocks; min_blocks,
+--                             sink and recent hold. No list gets more than all together
+--                             would by the budget
+function Context:select(scores, budget, limits)
+  if limits == nil then
+    return select_within(self, scores, step_budget(self, "select", budget))
+  end
+  local of_layer = step_budget(self, "select", budget)
+  check.scores(self, scores, of_layer)
+  return select_lists(self, scores, of_layer, limits, width_of_all(self, of_layer))
 end
 
 --- The selection that the next decode step would make by these scores, with at most
 -- `most` blocks. Where `most` is less than the budget of the longest sequence, shorter
--- sequences get less in the same proportion.
+-- sequences get less in the same proportion. A split of the budget among heads is left
+-- out.
 function Context:expect(scores, budget, most)
   argument("expect", "scores", scores, kinds.tensor)
-  argument("expect", "budget", budget, kinds.budget)
+  argument("expect", "budget", budget, budgets.kind)
   argument("expect", "most", most, options.whole)
   local few = self.few_budget
-  local n = policy.budget_blocks(budget, math.ceil(self.total_kv_len / self.block_size))
-  if n <= most then return (select_within(self, scores, budget)) end
+  local of_layer, limits = budgets.of_layer(budget, self.layer)
+  local n = policy.budget_blocks(of_layer, math.ceil(self.total_kv_len / self.block_size))
+  if n <= most then return (select_within(self, scores, of_layer, limits)) end
+  budget = of_layer
   ffi.copy(few, budget, ffi.sizeof(budget))
   few.ratio = budget.ratio * most / n
   few.blocks = math.min(budget.blocks, most)
   few.min_blocks = math.min(budget.min_blocks, most)
-  return (select_within(self, scores, few))
+  return (select_within(self, scores, few, limits))
 end
 
 --- 1 where a selection that this context made for the layer contains a block, else 0: f32
@@ -439,14 +488,20 @@ end
 --- Selects sink, recent and the blocks whose hashes are nearest to the query's, in one
 -- launch: returns selection and counts.
 ---@param hashes kvlab.Hashes
----@param budget kvlab.Budget  kvl_budget
----@param is_shared? boolean   one list for all KV heads, by the nearest of their hashes
+---@param budget kvlab.Budget  a policy's self.budget
+---@param is_shared? boolean   one list for all KV heads, by the nearest of their hashes.
+--                             If the budget differs among heads, each has a list of its
+--                             own, and scores are written
 function Context:select_nearest(hashes, budget, is_shared)
-  budget = step_budget(self, "select_nearest", budget)
-  local n = policy.budget_blocks(budget, self.width)
+  local of_layer, limits, split = step_budget(self, "select_nearest", budget)
+  if split or is_shared and limits then
+    local scores = hashes:score(self, is_shared and 1 or nil)
+    return select_within(self, scores, of_layer, limits, split)
+  end
+  local n = policy.budget_blocks(of_layer, self.width)
   local view = take_selection(self, is_shared and 1 or self.kv_heads, n)
-  return ops.select_hamming(self.query, hashes, self, budget, view.selection,
-    view.counts)
+  return ops.select_hamming(self.query, hashes, self, of_layer, view.selection,
+    view.counts, limits)
 end
 
 --- The new tokens of each of the context's sequences.

@@ -16,6 +16,7 @@ local device = require "kvlab.tensor.device"
 local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local objects = require "kvlab.memory.objects"
+local ops = require "kvlab.tensor.ops"
 local options = require "kvlab.options"
 local summary = require "kvlab.policy.summary"
 local tensor = require "kvlab.tensor.arithmetic"
@@ -127,6 +128,21 @@ function M.summary(shape, o)
     first_rows = tensor.arange(shape.device, "i32", count, 0, shape.blocks),
     block_rows = tensor.tensor(shape.device, "i32", { count }) }, Hashes)
 end
+
+local function score(self, ctx, heads)
+  local q, s = ctx.query, ctx.seqs
+  local mean = q:reshape { s * ctx.kv_heads, ctx.heads / ctx.kv_heads, q:size(2) }
+    :cast("f32"):mean(1)
+  local words = math.ceil(self.bits / 64)
+  local of_queries = M.rows(mean, self.planes):reshape { s, ctx.kv_heads, words }
+  return ops.score_hamming(of_queries, self, ctx, ctx:new_scores(heads))
+end
+
+--- Minus the number of bits in which each block's hash differs from that of the mean
+-- query of its KV head's group: f32 [seqs, heads, width]. The tensor belongs to the
+-- caller until the layer's attention is over.
+---@param heads? integer  kv_heads, or 1: the best of all KV heads
+function Hashes:score(ctx, heads) return (tensor.scope(score, self, ctx, heads)) end
 
 --- Computes the hashes of an offload event's blocks again.
 function Hashes:update(ev)
@@ -339,8 +355,10 @@ arguments.functions(M, "hash", {
 })
 
 local CONTENT = { key = objects.key, block = options.whole }
-arguments.methods(Hashes, "hashes", { update = { ev = objects.event }, store = CONTENT,
-                                      restore = CONTENT })
+arguments.methods(Hashes, "hashes", {
+  update = { ev = objects.event }, store = CONTENT, restore = CONTENT,
+  score = { ctx = objects.layer_context, heads = options.optional(options.count) },
+})
 arguments.methods(Centred, "centred hashes", {
   update = { ev = objects.event }, begin = { ctx = objects.context },
   finished = { ctx = objects.layer_context },

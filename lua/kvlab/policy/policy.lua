@@ -130,11 +130,13 @@
 -- draft it sees the K twice: that of the draft, and that of the step that verified it.
 --
 -- Options of every policy: the budget, given as one of ratio (share of a sequence's
--- blocks), tokens or blocks; min_blocks; and sink and recent (blocks that are always
--- selected; they count towards the budget). If the defaults have a seed, its value is
--- that of --seed, or of the row that an experiment computes, unless the caller of
--- kv.policy gives one.
+-- blocks), tokens or blocks, each a number, a list by layer or a tensor [layers,
+-- kv_heads] (policy/budget.lua); split, which divides it (policy/split.lua);
+-- min_blocks; and sink and recent (blocks that are always selected; they count towards
+-- the budget). If the defaults have a seed, its value is that of --seed, or of the row
+-- that an experiment computes, unless the caller of kv.policy gives one.
 local arguments = require "kvlab.arguments"
+local budgets = require "kvlab.policy.budget"
 local command_line = require "kvlab.command_line"
 local constructor = require "kvlab.constructor"
 local expression = require "kvlab.kernel.expression.expression"
@@ -142,7 +144,6 @@ local ffi = require "ffi"
 local formats = require "kvlab.memory.formats"
 local kernel_hook = require "kvlab.kernel.run.hook"
 local kernel = require "kvlab.kernel.run.kernel"
-local kinds = require "kvlab.tensor.kinds"
 local library = require "kvlab.library"
 local map = require "kvlab.kernel.run.map"
 local named = require "kvlab.named"
@@ -151,6 +152,7 @@ local objects = require "kvlab.memory.objects"
 local seeds = require "kvlab.seeds"
 local sorted = require "kvlab.sorted"
 local sources = require "kvlab.sources"
+local splits = require "kvlab.policy.split"
 local words = require "kvlab.words"
 
 local C = library.C
@@ -165,7 +167,7 @@ function M.one_of(...) return options.one_of(...) end
 --- The option is a whole number within limits.
 function M.within(low, high) return options.within(low, high) end
 
-local BUDGETS = { ratio = M.share, tokens = M.whole, blocks = M.whole }
+local BUDGETS = budgets.AMOUNTS
 local COMMON = { min_blocks = 0, sink = 0, recent = 0 }
 local AN_EXPRESSION = { "an expression", expression.is_expression }
 local FIELDS = {
@@ -220,6 +222,7 @@ local function known_options(def)
   for key, kind in pairs(BUDGETS) do known[key] = kind end
   for key in pairs(COMMON) do known[key] = M.whole end
   if def.evict then known.keep_decoded = options.boolean end
+  known.split = splits.KIND
   for key, kind in pairs(def.takes) do
     local of_type = known[key]
     if of_type then
@@ -259,19 +262,12 @@ local function merge_options(def, given, level)
       end
       budget = name
       for other in pairs(BUDGETS) do merged[other] = nil end
+      budgets.check_amount(what, name, given[name], level + 1)
     end
     merged[key] = given[name]
   end
+  if type(merged.split) == "string" then merged.split = splits(merged.split) end
   return merged
-end
-
---- The budget of these options as the library takes it, for blocks of `block_size`
--- tokens.
-local function make_budget(o, block_size)
-  local blocks = o.blocks or (o.tokens and math.ceil(o.tokens / block_size)) or 0
-  local all = not (o.ratio or o.tokens or o.blocks)
-  return ffi.new("kvl_budget", all and 1 or o.ratio or -1, blocks, o.min_blocks, o.sink,
-    o.recent)
 end
 
 --- The budget that allows every block.
@@ -283,24 +279,33 @@ function M.recent(n)
   return ffi.new("kvl_budget", -1, 0, 0, 0, n)
 end
 
---- How many of n blocks a budget allows.
-function M.budget_blocks(budget, n)
-  options.argument("budget_blocks", "budget", budget, kinds.budget)
+--- How many of n blocks a budget allows. Of a budget that differs among layers or heads,
+-- this is the number of the head of a layer that has most.
+---@param layer? integer  of a budget that differs
+function M.budget_blocks(budget, n, layer)
+  options.argument("budget_blocks", "budget", budget, budgets.kind)
   options.argument("budget_blocks", "n", n, options.whole)
-  return library.check(C.kvl_budget_blocks(budget, n))
+  return library.check(C.kvl_budget_blocks(budgets.of_layer(budget, layer), n))
 end
+
+--- The options that give a nested policy a share of the budget of `self`.
+---@param self kvlab.Policy  attached
+---@param share number       0 ... 1
+---@return table  ratio, tokens or blocks
+function M.part(self, share) return budgets.part(self, share) end
 
 --- Why the budget of a policy does not decide what it reads of a sequence with n blocks:
 -- sink, recent or min_blocks alone are more, or sink and recent leave nothing to choose.
 local function beside_budget(self, n, block_size)
-  local asked = make_budget(self, block_size)
-  asked.min_blocks, asked.sink, asked.recent = 0, 0, 0
-  local blocks, always = M.budget_blocks(asked, n), self.sink + self.recent
-  if blocks < math.min(math.max(self.min_blocks, always), n) then
-    return "sink, recent and min_blocks alone are more than the budget"
-  elseif blocks == always and always > 0 and blocks < n then
-    return "sink and recent alone are the whole budget"
+  local always, chooses = self.sink + self.recent, false
+  for _, asked in ipairs(budgets.asked(self, block_size)) do
+    local blocks = M.budget_blocks(asked, n)
+    if blocks < math.min(math.max(self.min_blocks, always), n) then
+      return "sink, recent and min_blocks alone are more than the budget"
+    end
+    chooses = chooses or always == 0 or blocks ~= always or blocks == n
   end
+  if not chooses then return "sink and recent alone are the whole budget" end
 end
 
 -- The functions that run in a decode step and may read tensors that kvlab does not know.
@@ -501,6 +506,9 @@ function M.define(def)
     local own = {}
     for _, name in ipairs(self.options) do own[name] = self[name] end
     MADE[self] = { make = make, given = own }
+    if self.split and self.split.path then
+      self.files = { self.split.path, unpack(class.files) }
+    end
     if type(def.summary) == "function" then
       local fields = kernel.check(with_fields(def, self), {}, class.expressions.numbers)
       self.expressions = setmetatable({ fields = fields },
@@ -522,7 +530,7 @@ function M.attach(self, shape)
     head_dim = shape.head_dim }, 2)
   shape.dtype = shape.format.dtype
   self.shape = shape
-  self.budget = make_budget(self, shape.block_size)
+  self.budget = budgets.make(self, shape)
   if self.init then self:init(shape) end
   kernel.attach(self, shape)
   kernel_hook.attach(self, shape)
@@ -620,6 +628,7 @@ function M.nest(outer, name, given)
   if not (given and (given.ratio or given.tokens or given.blocks)) then
     for key in pairs(BUDGETS) do merged[key] = outer[key] end
   end
+  merged.split = outer.split
   for key, value in pairs(given or {}) do merged[key] = value end
   local inner = open(name, merged, 3)
   if not inner.decode or inner.compute_decode ~= Policy.compute_decode then
@@ -660,6 +669,7 @@ arguments.functions(M, "policy", {
   add_with_nested = { self = objects.policy, list = options.table },
   names = { phase = options.optional(options.one_of("prefill", "decode")),
             first = options.optional(NAMES) },
+  part = { self = ATTACHED, share = M.share },
   nest = { outer = ATTACHED, name = options.string,
            given = options.optional(options.table) },
 })

@@ -18,6 +18,7 @@
 -- Source  Duffield, Lund and Thorup 2007, J. ACM 54(6). r is a number for each layer and
 --         logical block, the same in every step, sequence and head, as hash tables are
 local arguments = require "kvlab.arguments"
+local budgets = require "kvlab.policy.budget"
 local ffi = require "ffi"
 local kinds = require "kvlab.tensor.kinds"
 local objects = require "kvlab.memory.objects"
@@ -46,7 +47,7 @@ end
 ---@param ctx kvlab.Context
 ---@param chance kvlab.Tensor  f32 [seqs, kv_heads, width], 0 ... 1, 0 past the last
 --                             block; overwritten
----@param budget kvlab.Budget  kvl_budget
+---@param budget kvlab.Budget  a policy's self.budget
 function Sampling:draw(ctx, chance, budget)
   local b, ends = self.buffers[ctx.shape_number], self.ends
   if not b then
@@ -82,7 +83,7 @@ end
 M.sampling = arguments.of("sampling", M.sampling, { shape = objects.sequence_shape,
   seed = options.optional(options.any_whole) })
 arguments.methods(Sampling, "a sampling", {
-  draw = { ctx = objects.context, chance = kinds.tensor, budget = kinds.budget },
+  draw = { ctx = objects.context, chance = kinds.tensor, budget = budgets.kind },
 })
 
 return M

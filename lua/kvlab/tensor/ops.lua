@@ -278,16 +278,20 @@ end
 ---@param lens kvlab.Tensor       i32 [seqs]
 ---@param block_size integer
 ---@param budget kvlab.Budget     kvl_budget
----@param selection kvlab.Tensor  i32 [seqs, kv_heads or 1, max_selected], written
----@param counts? kvlab.Tensor    i32 [seqs, kv_heads or 1], written
-function M.select(scores, lens, block_size, budget, selection, counts)
+---@param selection kvlab.Tensor  i32 [seqs, lists, max_selected], written; lists is
+--                                kv_heads or 1
+---@param counts? kvlab.Tensor    i32 [seqs, lists], written
+---@param limits? kvlab.Tensor    [seqs or 1, lists]: of each list, in place of the
+--                                budget's ratio (f32) or blocks (i32)
+function M.select(scores, lens, block_size, budget, selection, counts, limits)
   expect_tensor("select", "scores", scores)
   expect_tensor("select", "lens", lens)
   argument("select", "block_size", block_size, options.count)
   expect_tensor("select", "selection", selection)
   if counts ~= nil then expect_tensor("select", "counts", counts) end
+  if limits ~= nil then expect_tensor("select", "limits", limits) end
   options.argument("select", "budget", budget, kinds.budget)
-  check(C.kvl_select(scores, lens, block_size, budget, selection, counts))
+  check(C.kvl_select(scores, lens, block_size, budget, limits, selection, counts))
   return selection, counts
 end
 
@@ -318,17 +322,19 @@ local nearest_call = ffi.new "kvl_hamming"
 ---@param budget kvlab.Budget     kvl_budget
 ---@param selection kvlab.Tensor  i32 [seqs, kv_heads or 1, max_selected], written
 ---@param counts? kvlab.Tensor    i32 [seqs, kv_heads or 1], written
-function M.select_hamming(q, hashes, ctx, budget, selection, counts)
+---@param limits? kvlab.Tensor    as for select
+function M.select_hamming(q, hashes, ctx, budget, selection, counts, limits)
   expect_tensor("select_hamming", "q", q)
   argument("select_hamming", "hashes", hashes, HASHES)
   argument("select_hamming", "ctx", ctx, CONTEXT)
   expect_tensor("select_hamming", "selection", selection)
   if counts ~= nil then expect_tensor("select_hamming", "counts", counts) end
+  if limits ~= nil then expect_tensor("select_hamming", "limits", limits) end
   options.argument("select_hamming", "budget", budget, kinds.budget)
   local to = nearest_call
   to.q, to.planes, to.hashes = q, hashes.planes, layer_of("select_hamming", hashes, ctx)
   to.tables, to.lens, to.block_size = ctx.tables, ctx.lens, ctx.block_size
-  to.budget, to.selection, to.counts = budget, selection, counts
+  to.budget, to.limits, to.selection, to.counts = budget, limits, selection, counts
   check(C.kvl_select_hamming(to))
   return selection, counts
 end

@@ -237,6 +237,11 @@ describe("words of a client", function()
 end)
 
 describe("options of policies", function()
+  local function is_amount(policy, option)
+    option = policy.aliases[option] or option
+    return option == "ratio" or option == "blocks" or option == "tokens"
+  end
+
   --- Takes a policy with options: nil, or the error's status, code and field.
   local function refused(server, name, options)
     local ok, found = pcall(server.policies.take, server.policies, name, options)
@@ -249,7 +254,7 @@ describe("options of policies", function()
     local server = servers.open { limits = { policies = 1000 } }
     for _, name in ipairs(tried.names "decode") do
       local own = kv.policy(name)
-      local defaults = { min_blocks = 0, sink = 0, recent = 0 }
+      local defaults = { min_blocks = 0, sink = 0, recent = 0, split = "pyramid" }
       for option, value in pairs(own.defaults) do defaults[option] = value end
       for alias, option in pairs(own.aliases) do defaults[alias] = defaults[option] end
       assert.is_nil(refused(server, name, {}))
@@ -259,7 +264,8 @@ describe("options of policies", function()
         for _, value in ipairs { true, "a/path", {}, { 1 }, { a = 1 }, 1e300 } do
           local expected = { 400, "invalid_policy", "policy_options" }
           if is_set_by_scripts then expected = { 400, "unsupported_value", field }
-          elseif type(value) == "table" then expected = { 400, nil, field }
+          elseif type(value) == "table" and not (is_amount(own, option) and value[1]) then
+            expected = { 400, nil, field } -- a list of 1 has too few layers
           end
           local got = refused(server, name, { [option] = value })
           if type(value) ~= type(default) or got then
@@ -271,6 +277,28 @@ describe("options of policies", function()
           assert.is_nil(refused(server, name, { [option] = json.null }))
         end
       end
+    end
+  end)
+
+  it("may be lists of budgets by layer, and names of splits", function()
+    local server = servers.open {}
+    local layers = server.engine.model.config.layers
+    local function list(n, x)
+      local numbers = {}
+      for i = 1, n do numbers[i] = x end
+      return json.array(numbers)
+    end
+    assert.is_nil(refused(server, "quest", { ratio = list(layers, 0.5) }))
+    assert.is_nil(refused(server, "quest", { blocks = list(layers, 6),
+                                             split = "adaptive" }))
+    assert.is_nil(refused(server, "quest", { split = "pyramid" }))
+    for _, wrong in ipairs { { ratio = list(layers, 2) }, { ratio = list(layers, true) },
+        { ratio = list(layers, {}) }, { ratio = list(layers + 1, 0.5) },
+        { blocks = list(layers, 1) }, { blocks = list(layers, 6.5) },
+        { split = "../splits/pyramid" }, { split = "quest" }, { split = 3 },
+        { ratio = list(layers, 0.5), split = "pyramid" } } do
+      assert.same({ 400, "invalid_policy", "policy_options" },
+        refused(server, "quest", wrong), json.encode(wrong))
     end
   end)
 

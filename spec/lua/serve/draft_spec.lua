@@ -338,6 +338,9 @@ describe("an answer with drafts by a policy", function()
       for _, d in ipairs { QUEST, with { tokens = "auto" }, with { tokens = 1 },
                            with { reuse = true, tokens = 5 },
                            { policy = kv.policy("h2o", { ratio = 0.2 }) },
+                           with { ratio = { 0.1, 0.4 } },
+                           with { ratio = { 0.1, 0.4 }, split = "adaptive",
+                                  reuse = true },
                            { policy = "streaming", blocks = 1, tokens = 3 } } do
         local got = generate(open(o), PROMPTS, { max_tokens = 40, draft = d })
         assert.same(ids_of(want), ids_of(got))
@@ -565,6 +568,13 @@ describe("an answer with drafts by a policy", function()
       server:close()
       e.cache:close()
     end
+  end)
+
+  it("is the same for the same numbers by layer", function()
+    local function key(list) return draft.take(with { ratio = list }).key end
+    assert.equal(key { 0.1, 0.4 }, key { 0.1, 0.4 })
+    assert.is_true(key { 0.1, 0.4 } ~= key { 0.4, 0.1 })
+    assert.is_true(key { 0.1, 0.4 } ~= key { 0.1, 0.4 + 1e-15 })
   end)
 
   it("goes on after steps that failed", function()

@@ -54,10 +54,11 @@ local function formats() return pages.NAMES end
 local function policies() return require("kvlab.policy.policy").names() end
 local function devices() return { "auto", "cpu", "cuda", "cuda:0" } end
 
---- Names of Lua modules in lua/kvlab, lua/policies and lua/models.
+--- Names of Lua modules.
 local function modules()
   local names = { "kvlab" }
-  for _, folder in ipairs { "kvlab", "policies", "priorities", "models" } do
+  for _, folder in ipairs { "kvlab", "policies", "splits", "priorities",
+                            "models" } do
     for _, file in ipairs(files_of.list(library.paths.root .. "/lua/" .. folder)) do
       local name = file:match "^(.*)%.lua$"
       if name then names[#names + 1] = folder .. "." .. name end
