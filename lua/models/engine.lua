@@ -425,7 +425,7 @@ end
 
 local function decode(self, seqs, tokens, on_device)
   self.batch:append(seqs, ones_for(self, #seqs), not on_device and tokens or nil, nil,
-    nil, self.attention.eviction ~= nil)
+    nil, self.attention.evictor ~= nil)
   if on_device then self.batch.tokens:copy_(tokens) end
   self.attention:begin(self.batch, false)
   return run_decode(self)

@@ -24,7 +24,7 @@ local check = require "kvlab.policy.check"
 local kernel_hook = require "kvlab.kernel.run.hook"
 local context = require "kvlab.policy.context"
 local draft_steps = require "kvlab.policy.draft_steps"
-local eviction = require "kvlab.policy.eviction"
+local evictor = require "kvlab.policy.evictor"
 local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
 local objects = require "kvlab.memory.objects"
@@ -208,7 +208,7 @@ function M.attention(o)
     policy.add_with_nested(p, self.shape.keepers)
     self.emitting[#self.emitting + 1] = p.hook
   end)
-  self.eviction = eviction.new(self, o)
+  self.evictor = evictor.new(self, o)
   self.emitters, self.watchers = kernel_hook.emitters(self.prefill_policy,
     self.decode_policy, self.draft_policy)
   local limits = { max_seqs = (o.max_seqs or 16) * cache.cut_heads, alibi = o.alibi,
@@ -320,7 +320,7 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft, most)
   local ctx = begin_context(self, batch, is_prefill, is_draft and draft or nil, most)
   self.reuse_role = self.reuse and is_draft and self.reuse:role(draft, ctx) or nil
   ctx.ends_prompts = self:each_head(ends_prompts)
-  if self.eviction then self.eviction:begin(ctx, batch) end
+  if self.evictor then self.evictor:begin(ctx, batch) end
   if ctx.policy.step_begin then ctx.policy:step_begin(ctx) end
   for i = 1, is_prefill and #self.watchers or 0 do
     local watcher = self.watchers[i]
@@ -438,8 +438,8 @@ function Attention:forward(layer, q, k, v, out)
     cuts:use_layer(layer)
     q, k, v = cuts:enter(q), cuts:enter(k), cuts:enter(v)
     out = cuts:room(q, out)
-    if self.eviction then
-      self.eviction:place(ctx, cuts, layer, q, self.cache:layer(layer))
+    if self.evictor then
+      self.evictor:place(ctx, cuts, layer, q, self.cache:layer(layer))
     end
     ev.blocks, ev.num_tokens = cuts.blocks, cuts.block_tokens
   end
@@ -475,8 +475,8 @@ function Attention:forward(layer, q, k, v, out)
   if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
   if self.decode_reader.bring_ahead and not ctx.is_rows then bring_ahead(self, ctx) end
   if ctx.reads then ctx.reads:end_layer(ctx, self.probe ~= nil) end
-  if self.eviction and ctx.is_prefill and ctx.ends_prompts then
-    self.eviction:end_prompt(ctx)
+  if self.evictor and ctx.is_prefill and ctx.ends_prompts then
+    self.evictor:end_prompt(ctx)
   end
   return cuts and cuts:leave(out, wanted) or out
 end

@@ -55,7 +55,7 @@
 --     evict(self, ctx)                     the worth of each token that is held, f32
 --                                          [seqs, kv_heads or 1, width * block_size];
 --                                          nil where the oldest goes first. Tokens are
---                                          evicted for good, see policy/eviction.lua; the
+--                                          evicted for good, see policy/evictor.lua; the
 --                                          budget then says how many are held
 --     select_blocks(self, ctx)             selection i32 [seqs, kv_heads or 1, n] and
 --                                          counts, or nil for every block. Default:

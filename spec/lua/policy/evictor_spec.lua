@@ -144,7 +144,7 @@ end
 local function held(self, w, layer, head)
   local seq = self.seqs[w]
   local view = seq:heads()[self.cache.tables == "head" and head + 1 or 1]
-  local tally = self.attention.eviction.positions
+  local tally = self.attention.evictor.positions
   local row = view.state[tally]
   local n = seq:held(layer, head)
   local all = tally.layers[layer]:reshape { tally.row_count, tally.row_cells }

@@ -35,11 +35,11 @@ local NO_CAP = 2 ^ 31 - 1 -- of the tokens that are held
 -- Below every number of a worth that is finite.
 local LOWEST = -3e38
 
----@class kvlab.Eviction
+---@class kvlab.Evictor
 ---@field policy kvlab.Policy  that evicts
 ---@field positions kvlab.Tally  by token: its position in the text
-local Eviction = {}
-Eviction.__index = Eviction
+local Evictor = {}
+Evictor.__index = Evictor
 
 --- Raises for what does not go with eviction.
 local function check_attention(o, cache)
@@ -52,10 +52,10 @@ local function check_attention(o, cache)
   end
 end
 
---- The eviction of an attention's decode policy; nil if it evicts nothing.
+--- The evictor of an attention; nil if its decode policy evicts nothing.
 ---@param attention kvlab.Attention
 ---@param o table  its options
----@return kvlab.Eviction|nil
+---@return kvlab.Evictor|nil
 function M.new(attention, o)
   local p, cache = attention.decode_policy, attention.cache
   if not p.evict then return nil end
@@ -63,7 +63,7 @@ function M.new(attention, o)
   return setmetatable({ policy = p, cache = cache, attention = attention,
     positions = tally.tally(attention.shape, 1, 0, "token"),
     tallies = attention.shape.token_tallies, free = {}, kept = {}, caps = {},
-    heads = cache.cut_heads, layers = cache.layers }, Eviction)
+    heads = cache.cut_heads, layers = cache.layers }, Evictor)
 end
 
 -- ---- budgets --------------------------------------------------------------------------
@@ -92,7 +92,7 @@ Replaced.__index = Replaced
 local function new_replaced(self, rows)
   local cache, dev, layers = self.cache, self.cache.device, self.layers
   local pages = math.ceil(rows / cache.block_size)
-  local entry = setmetatable({ eviction = self, rows = rows, by_layer = {} }, Replaced)
+  local entry = setmetatable({ evictor = self, rows = rows, by_layer = {} }, Replaced)
   entry.firsts = tensor.tensor(dev, "i32", { rows, 1 })
   entry.own = tensor.arange(dev, "i32", rows):cast "i64"
   local memory = tensor.zeros(dev, cache.format.memory,
@@ -137,20 +137,20 @@ local function new_entry(self, rows)
   return entry
 end
 
-function Replaced:replayed() self.layers = self.eviction.layers end
+function Replaced:replayed() self.layers = self.evictor.layers end
 
 function Replaced:forget()
   if not self.is_recorded then table.insert(self.pool, self) end
 end
 
 function Replaced:undo()
-  local self_, cache = self.eviction, self.eviction.cache
+  local evictor, cache = self.evictor, self.evictor.cache
   for layer = 0, self.layers - 1 do
     local one = self.by_layer[layer]
     check(C.kvl_copy_tokens(one.memory, self.own, cache:layer(layer), one.places,
       cache.format:of(layer)))
     self.firsts:add(one.index_rows, one.cells)
-    self_.positions.layers[layer]:scatter_(one.cells_row, one.replaced_row)
+    evictor.positions.layers[layer]:scatter_(one.cells_row, one.replaced_row)
   end
 end
 
@@ -195,7 +195,7 @@ local function worth_of(self, ctx)
 end
 
 --- Begins a step.
-function Eviction:begin(ctx, batch)
+function Evictor:begin(ctx, batch)
   self.entry, ctx.new_tokens, ctx.held_positions = nil, nil, self.positions
   if ctx.is_rows then
     options.fail(("begin: policy %s evicts, expected one token of each sequence in a "
@@ -257,7 +257,7 @@ local function note_positions(self, cuts, layer)
 end
 
 --- Finds where the new tokens of a step go, in a layer. Called before they are written.
-function Eviction:place(ctx, cuts, layer, q, memory)
+function Evictor:place(ctx, cuts, layer, q, memory)
   ctx:begin_layer(layer, q, memory)
   if ctx.is_prefill then return tensor.scope(note_positions, self, cuts, layer) end
   make_room(self, ctx, cuts, layer)
@@ -395,7 +395,7 @@ end
 
 --- Ends a layer of a step in which prompts end. After the last one, what their sequences
 -- do not keep is gone.
-function Eviction:end_prompt(ctx)
+function Evictor:end_prompt(ctx)
   if ctx.layer == 0 then self.kept = {} end
   choose(self, ctx)
   if ctx.layer == self.layers - 1 then finish(self, ctx) end
