@@ -54,6 +54,7 @@
   X(hot_resolve)       \
   X(hot_append)        \
   X(hot_drop)          \
+  X(scatter_scores)    \
   X(vllm_append)       \
   X(vllm_attention)    \
   X(rope_append)       \

@@ -7,7 +7,7 @@
 ---@field seed integer             seed of everything random
 ---@field out string|nil           folder for results; nil: the script's own choice
 ---@field set table<string, string|number|boolean>  from --set KEY=VALUE
----@field path string|nil          with policies/, priorities/, tasks/ (kvlab.named)
+---@field path string|nil          with policies/, priorities/, evictions/, tasks/
 ---@field policy string|nil        test policy: the file of the policy
 ---@field quick boolean            do a small version of the work
 ---@field args string[]            words after the script's name, and all after `--`

@@ -12,6 +12,7 @@
 --   kv.ops                         transformer and paged-attention ops
 --   kv.cache kv.attention          paged KV memory, attention with a policy
 --   kv.policy kv.summary kv.hash kv.tally kv.sampling    what policies are made of
+--   kv.eviction                    what leaves a hot cache
 --   kv.expr                        kernels for policies, written as arithmetic
 --   kv.kernel                      kernels over scores, kernels of source text
 --   kv.reload                      reads a policy's file again
@@ -86,6 +87,7 @@ function later.prefix_chunks()
 end
 
 function later.policy() return require "kvlab.policy.policy" end
+function later.eviction() return require "kvlab.policy.eviction" end
 function later.attention() return require("kvlab.policy.attention").attention end
 function later.summary() return require "kvlab.policy.summary" end
 function later.hash() return require "kvlab.policy.hash" end

@@ -9,6 +9,7 @@
  *   hit_/miss_...    i32  [seqs, kv_heads, n]   the hits and the misses of the selection, -1
  *                                               padded; optional
  *   ahead            i32  [kv_heads, slots]     changed; optional
+ *   uses, age        f32  [kv_heads, blocks]    changed; optional; may be priority
  *
  * Every device computes the same arrays, whatever runs in parallel:
  * - Entries are taken in the order (sequence, index in the list). An entry that is -1 or out
@@ -22,6 +23,9 @@
  *   last, both in the order that they had.
  * - A slot that is filled has is_ahead in `ahead`. A hit clears it, unless this call is ahead
  *   itself; the slots that hits cleared are counted.
+ * - Of a block that is filled, uses becomes 1, or 0 if this call is ahead, and age 0. Of a hit,
+ *   uses grows by 1, unless this call is ahead, and age becomes 0. Of any other block that had
+ *   a slot at the start, age grows by 1, unless this call is ahead.
  *
  * A KV head is one task and needs no memory of its own: while it runs, slot_of[block] is
  * mark(m) for the m-th miss, and block_of[slot] is mark(block) for a hit.
@@ -35,6 +39,7 @@ struct lane { /* one KV head */
   const struct kvl_hot_resolve_args *args;
   int32_t *slot_of, *block_of, *order, *miss_from, *miss_to, *ahead;
   const float *priority;
+  float *uses, *age;
   int64_t head, blocks, slots, misses, hits, evictions, foreseen;
 };
 
@@ -124,12 +129,24 @@ static void fill_slot(struct lane *l, int32_t slot, int32_t block) {
   l->block_of[slot] = block;
   l->slot_of[block] = slot;
   if (l->ahead) l->ahead[slot] = l->args->is_ahead;
+  if (l->uses) l->uses[block] = !l->args->is_ahead;
+  if (l->age) l->age[block] = 0;
+}
+
+/* Counts a call for the block that a slot held at its start. */
+static void count_call(const struct lane *l, int32_t slot, int hit) {
+  const int32_t block = hit ? mark(l->block_of[slot]) : l->block_of[slot];
+  if (block < 0 || block >= l->blocks) return;
+  if (l->uses && hit && !l->args->is_ahead) l->uses[block]++;
+  if (l->age && hit) l->age[block] = 0;
+  else if (l->age && !l->args->is_ahead) l->age[block]++;
 }
 
 /* Gives the victims to the misses and brings `order` up to date. The used slots are gathered
  * in miss_to; in the end it holds only the filled ones, in the order of their misses. */
 static void replace(struct lane *l) {
   const int64_t room = l->args->seqs * l->args->n;
+  const int counts = l->uses || l->age;
   int64_t ties = 0, kept = 0, used = 0, filled = 0;
   uint32_t last = l->misses > 0 ? last_victim(l, l->misses, &ties) : 0;
   for (int64_t i = 0; i < l->slots; i++) {
@@ -139,6 +156,7 @@ static void replace(struct lane *l) {
       uint32_t key = victim_key(l, slot);
       takes = key < last || (key == last && ties-- > 0);
     }
+    if (counts && (hit || is_candidate(l, slot))) count_call(l, slot, hit);
     if (takes) fill_slot(l, slot, l->miss_from[filled++]);
     if ((takes || hit) && used < room) l->miss_to[used++] = slot;
     else l->order[kept++] = slot;
@@ -201,7 +219,9 @@ static int lanes_piece(const void *args, int64_t begin, int64_t end) {
                      .miss_from = a->miss_from + head * room,
                      .miss_to = a->miss_to + head * room,
                      .priority = hot->priority ? hot->priority + head * hot->blocks : NULL,
-                     .ahead = hot->ahead ? hot->ahead + head * slots : NULL};
+                     .ahead = hot->ahead ? hot->ahead + head * slots : NULL,
+                     .uses = hot->uses ? hot->uses + head * hot->blocks : NULL,
+                     .age = hot->age ? hot->age + head * hot->blocks : NULL};
     lane_run(&l);
     __atomic_fetch_add(&hot->counters[0], l.hits, __ATOMIC_RELAXED);
     __atomic_fetch_add(&hot->counters[1], l.misses, __ATOMIC_RELAXED);

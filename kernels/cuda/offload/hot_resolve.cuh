@@ -34,6 +34,7 @@ struct entry_sets {
 struct head {
   int32_t *slot_of, *block_of, *order, *miss_from, *miss_to, *ahead;
   const float *priority;
+  float *uses, *age;
   int kv_head, kv_heads, n, entries, slots, blocks;
   int32_t *found;     /* [entries]  a hit's slot, mark(block) of a miss, or -1 */
   int32_t *order_old; /* [slots] */
@@ -57,6 +58,8 @@ __device__ __forceinline__ head head_of(const kvl_hot_resolve_args &a, char *tem
   h.order = a.hot.order + g * slots;
   h.priority = a.hot.priority ? a.hot.priority + g * a.hot.blocks : nullptr;
   h.ahead = a.hot.ahead ? a.hot.ahead + g * slots : nullptr;
+  h.uses = a.hot.uses ? a.hot.uses + g * a.hot.blocks : nullptr;
+  h.age = a.hot.age ? a.hot.age + g * a.hot.blocks : nullptr;
   h.miss_from = a.miss_from + g * entries;
   h.miss_to = a.miss_to + g * entries;
   h.kv_head = (int)g;
@@ -192,6 +195,15 @@ __device__ __forceinline__ void number_entries(const head &h, int (&total)[SETS]
   __syncthreads();
 }
 
+/* Counts this call for the block of a slot. */
+__device__ __forceinline__ void count_call(const head &h, int32_t slot, bool hit,
+                                           bool is_ahead) {
+  const int32_t block = h.block_of[slot];
+  if (!within(block, h.blocks)) return;
+  if (h.uses && hit && !is_ahead) h.uses[block] += 1;
+  if (h.age && (hit || !is_ahead)) h.age[block] = hit ? 0 : h.age[block] + 1;
+}
+
 /* Marks the slots of hits, which cannot be victims. Counts this thread's free and other
  * candidates, and the hits that clear a mark of `ahead`. */
 __device__ __forceinline__ void mark_used(const head &h, bool is_ahead, int (&count)[3]) {
@@ -199,7 +211,10 @@ __device__ __forceinline__ void mark_used(const head &h, bool is_ahead, int (&co
   for (int p = threadIdx.x; p < h.slots; p += THREADS) {
     const int32_t slot = h.order_old[p];
     uint32_t key = h.keys[p];
-    if (within(slot, h.slots) && (h.used[slot / 32] >> slot % 32 & 1)) {
+    const bool valid = within(slot, h.slots);
+    const bool hit = valid && (h.used[slot / 32] >> slot % 32 & 1);
+    if (valid && (h.uses || h.age)) count_call(h, slot, hit, is_ahead);
+    if (hit) {
       h.keys[p] = key = KEY_USED;
       if (h.ahead && !is_ahead && h.ahead[slot] == 1) {
         h.ahead[slot] = 0;
@@ -316,6 +331,8 @@ __device__ __forceinline__ void fill_slots(const head &h, int filled, bool is_ah
     h.block_of[slot] = block;
     h.slot_of[block] = slot;
     if (h.ahead) h.ahead[slot] = is_ahead;
+    if (h.uses) h.uses[block] = !is_ahead;
+    if (h.age) h.age[block] = 0;
   }
 }
 

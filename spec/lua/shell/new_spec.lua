@@ -129,7 +129,7 @@ describe("kvlab new #release", function()
     has("new: ./policies/mine.lua exists", (select(2, kvlab("new", "policy", "mine"))))
     has('the name is "a-b", expected letters',
       (select(2, kvlab("new", "policy", "a-b"))))
-    has('new has no "x"; expected policy or experiment',
+    has('new has no "x"; expected policy, eviction or experiment',
       (select(2, kvlab("new", "x", "y"))))
     has("new: there is a policy quest already, ", (select(2, kvlab("new", "policy",
       "quest"))))
