@@ -132,13 +132,9 @@ local function scatter(views, ctx, scores)
 end
 
 function Eviction:watch(attention)
-  -- From now on, keeps the scores by which an attention's decode policy selects, and those
-  -- of its predictions.
-  local ctx, policy = attention.context, attention.decode_policy
-  if self.keeps.predicted and not policy.predict then
-    options.fail(("the eviction %s reads what the policy predicts, but %s has no predict")
-      :format(self.name, policy.name))
-  end
+  -- From now on, keeps the scores by which the decode policy of an attention selects, and
+  -- those of its predictions.
+  local ctx = attention.context
   if not self.scores and not self.predictions then return end
   local select, expect = ctx.select, ctx.expect
   ctx.select = function(context, scores, budget)
@@ -158,10 +154,12 @@ function Eviction:watch(attention)
 end
 
 function Eviction:expect_scores(ctx)
-  -- Raises if the eviction needs scores and the policy has selected in this layer without
-  -- any.
+  -- Raises if the policy of a decode step does not give the scores that are read.
   if not self.scores and not self.predictions then return end
-  if self.scored ~= ctx.layer then
+  if self.predictions and not ctx.policy.predict then
+    error(("the eviction %s reads what the policy predicts, but %s has no predict")
+      :format(self.name, ctx.policy.name), 0)
+  elseif self.scored ~= ctx.layer then
     error(("the eviction %s needs scores, but policy %s selects without scores in layer "
       .. "%d"):format(self.name, ctx.policy.name, ctx.layer), 0)
   end

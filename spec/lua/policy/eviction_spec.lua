@@ -386,19 +386,23 @@ describe("an eviction", function()
   end)
 
   it("refuses a policy that does not give what it reads", function()
-    support.raises("the eviction predicted_score reads what the policy predicts, but "
-      .. "quest has no predict", hot, "predicted_score", kv.policy "quest")
-    local cache, attention = hot("last_score", kv.policy.define { name = "newest",
-      decode = true, select_blocks = function(_, ctx)
+    local newest = kv.policy.define { name = "newest", decode = true,
+      select_blocks = function(_, ctx)
         return kv.zeros(dev, "i32", { ctx.seqs, 1, 1 })
-      end } {})
-    local batch, seq = cache:batch { max_seqs = 1 }, cache:sequence()
-    batch:append({ seq }, { 1 })
-    attention:begin(batch, false)
-    local q = kv.zeros(dev, "f32", { 1, 2, 8 })
-    support.raises("the eviction last_score needs scores, but policy newest selects "
-      .. "without scores in layer 0", attention.forward, attention, 0, q, q, q)
-    cache:close()
+      end }
+    local function refused(words, evict, policy)
+      local cache, attention = hot(evict, policy)
+      local batch, seq = cache:batch { max_seqs = 1 }, cache:sequence()
+      batch:append({ seq }, { 1 })
+      attention:begin(batch, false)
+      local q = kv.zeros(dev, "f32", { 1, 2, 8 })
+      support.raises(words, attention.forward, attention, 0, q, q, q)
+      cache:close()
+    end
+    refused("the eviction last_score needs scores, but policy newest selects without "
+      .. "scores in layer 0", "last_score", newest {})
+    refused("the eviction predicted_score reads what the policy predicts, but quest has "
+      .. "no predict", "predicted_score", kv.policy "quest")
   end)
 
   it("that decides leaves no room for priorities that a policy writes", function()
