@@ -28,17 +28,18 @@ local POLICIES = {
   end,
 }
 
---- Collects the selections of a hot cache's steps: lists of blocks, for each layer and KV
--- head. first: of the present sequence, a number that is added to its blocks.
+--- Collects what the steps of one sequence after the other select: lists of the cache's
+-- blocks, for each layer and KV head.
 local function collector()
-  local self = { of = {}, first = 0 }
+  local self = { of = {} }
   function self.observe(_, _, ctx, selection)
     local heads, n, list = ctx.kv_heads, selection:size(2), selection:list()
+    local blocks_of = ctx.tables:list()
     for head = 0, heads - 1 do
       local key = ctx.layer * heads + head
       local row, blocks = selection:size(1) > 1 and head or 0, {}
       for i = row * n + 1, (row + 1) * n do
-        if list[i] >= 0 then blocks[#blocks + 1] = self.first + list[i] end
+        if list[i] >= 0 then blocks[#blocks + 1] = blocks_of[list[i] + 1] end
       end
       self.of[key] = self.of[key] or {}
       table.insert(self.of[key], blocks)
@@ -57,7 +58,6 @@ local function decode_questions(config, policy, offload, seen)
   engine.attention.probe = seen
   for i, prompt in ipairs(sitting.prompts) do
     local fork = sitting.seqs[i]:fork()
-    seen.first = i * 2 ^ 24
     for _, query in ipairs(prompt.queries) do
       for t = 1, 4 do engine:decode({ fork }, { query.ask[t] }) end
       for t = 1, 2 do engine:decode({ fork }, { query.answer[t] }) end

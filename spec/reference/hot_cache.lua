@@ -77,15 +77,17 @@ local function victims(hot, call, head, protected, count)
   return chosen
 end
 
---- Counts a call for the blocks that have a slot.
-local function count_call(hot, call, head, used)
+--- Counts a call for the blocks that had a slot and keep it.
+local function count_call(hot, call, head, used, chosen)
+  local leaves = {}
+  for _, victim in ipairs(chosen) do leaves[victim.slot] = true end
   for slot = 0, hot.slots - 1 do
     local block = hot.block_of[head * hot.slots + slot + 1]
     local at = head * hot.blocks + block + 1
     if block >= 0 and used[slot] then
       if not call.is_ahead then hot.uses[at] = hot.uses[at] + 1 end
       hot.age[at] = 0
-    elseif block >= 0 and not call.is_ahead then
+    elseif block >= 0 and not leaves[slot] and not call.is_ahead then
       hot.age[at] = hot.age[at] + 1
     end
   end
@@ -111,7 +113,7 @@ local function resolve_head(hot, call, head, out)
     end
   end
   local chosen = victims(hot, call, head, used, #missing)
-  count_call(hot, call, head, used)
+  count_call(hot, call, head, used, chosen)
   for m, victim in ipairs(chosen) do
     local old = hot.block_of[held + victim.slot]
     if old >= 0 then

@@ -24,8 +24,8 @@
  * - A slot that is filled has is_ahead in `ahead`. A hit clears it, unless this call is ahead
  *   itself; the slots that hits cleared are counted.
  * - Of a block that is filled, uses becomes 1, or 0 if this call is ahead, and age 0. Of a hit,
- *   uses grows by 1, unless this call is ahead, and age becomes 0. Of any other block that had
- *   a slot at the start, age grows by 1, unless this call is ahead.
+ *   uses grows by 1, unless this call is ahead, and age becomes 0. Of any other block that keeps
+ *   its slot, age grows by 1, unless this call is ahead.
  *
  * A KV head is one task and needs no memory of its own: while it runs, slot_of[block] is
  * mark(m) for the m-th miss, and block_of[slot] is mark(block) for a hit.
@@ -65,6 +65,13 @@ static void take_foreseen(struct lane *l, int32_t slot) {
   l->foreseen++;
 }
 
+/* Counts a call for a block that it finds, before its slot is marked: once. */
+static void count_use(const struct lane *l, int32_t block) {
+  if (is_marked(l->block_of[l->slot_of[block]])) return;
+  if (l->uses && !l->args->is_ahead) l->uses[block]++;
+  if (l->age) l->age[block] = 0;
+}
+
 /* Marks the selected blocks: slots[...] becomes the slot of a hit or mark(m) of a miss. */
 static void find(struct lane *l) {
   const struct kvl_hot_resolve_args *a = l->args;
@@ -80,6 +87,7 @@ static void find(struct lane *l) {
       l->miss_from[l->misses] = block;
       l->slot_of[block] = mark((int32_t)l->misses++);
     } else if (l->slot_of[block] >= 0) {
+      if (l->uses || l->age) count_use(l, block);
       l->block_of[l->slot_of[block]] = mark(block);
       take_foreseen(l, l->slot_of[block]);
       l->hits++;
@@ -133,20 +141,10 @@ static void fill_slot(struct lane *l, int32_t slot, int32_t block) {
   if (l->age) l->age[block] = 0;
 }
 
-/* Counts a call for the block that a slot held at its start. */
-static void count_call(const struct lane *l, int32_t slot, int hit) {
-  const int32_t block = hit ? mark(l->block_of[slot]) : l->block_of[slot];
-  if (block < 0 || block >= l->blocks) return;
-  if (l->uses && hit && !l->args->is_ahead) l->uses[block]++;
-  if (l->age && hit) l->age[block] = 0;
-  else if (l->age && !l->args->is_ahead) l->age[block]++;
-}
-
 /* Gives the victims to the misses and brings `order` up to date. The used slots are gathered
  * in miss_to; in the end it holds only the filled ones, in the order of their misses. */
 static void replace(struct lane *l) {
   const int64_t room = l->args->seqs * l->args->n;
-  const int counts = l->uses || l->age;
   int64_t ties = 0, kept = 0, used = 0, filled = 0;
   uint32_t last = l->misses > 0 ? last_victim(l, l->misses, &ties) : 0;
   for (int64_t i = 0; i < l->slots; i++) {
@@ -156,7 +154,6 @@ static void replace(struct lane *l) {
       uint32_t key = victim_key(l, slot);
       takes = key < last || (key == last && ties-- > 0);
     }
-    if (counts && (hit || is_candidate(l, slot))) count_call(l, slot, hit);
     if (takes) fill_slot(l, slot, l->miss_from[filled++]);
     if ((takes || hit) && used < room) l->miss_to[used++] = slot;
     else l->order[kept++] = slot;
@@ -171,6 +168,11 @@ static void replace(struct lane *l) {
   for (int64_t m = filled; m < room; m++) {
     if (m < l->misses) l->slot_of[l->miss_from[m]] = -1; /* no slot is left */
     l->miss_from[m] = l->miss_to[m] = -1;
+  }
+  if (!l->age || l->args->is_ahead) return;
+  for (int64_t i = 0; i < kept; i++) {
+    int32_t slot = l->order[i];
+    if (is_candidate(l, slot) && l->block_of[slot] >= 0) l->age[l->block_of[slot]]++;
   }
 }
 

@@ -195,13 +195,12 @@ __device__ __forceinline__ void number_entries(const head &h, int (&total)[SETS]
   __syncthreads();
 }
 
-/* Counts this call for the block of a slot. */
-__device__ __forceinline__ void count_call(const head &h, int32_t slot, bool hit,
-                                           bool is_ahead) {
+/* Counts a call for the block of a hit. */
+__device__ __forceinline__ void count_use(const head &h, int32_t slot, bool is_ahead) {
   const int32_t block = h.block_of[slot];
   if (!within(block, h.blocks)) return;
-  if (h.uses && hit && !is_ahead) h.uses[block] += 1;
-  if (h.age && (hit || !is_ahead)) h.age[block] = hit ? 0 : h.age[block] + 1;
+  if (h.uses && !is_ahead) h.uses[block] += 1;
+  if (h.age) h.age[block] = 0;
 }
 
 /* Marks the slots of hits, which cannot be victims. Counts this thread's free and other
@@ -211,11 +210,9 @@ __device__ __forceinline__ void mark_used(const head &h, bool is_ahead, int (&co
   for (int p = threadIdx.x; p < h.slots; p += THREADS) {
     const int32_t slot = h.order_old[p];
     uint32_t key = h.keys[p];
-    const bool valid = within(slot, h.slots);
-    const bool hit = valid && (h.used[slot / 32] >> slot % 32 & 1);
-    if (valid && (h.uses || h.age)) count_call(h, slot, hit, is_ahead);
-    if (hit) {
+    if (within(slot, h.slots) && (h.used[slot / 32] >> slot % 32 & 1)) {
       h.keys[p] = key = KEY_USED;
+      if (h.uses || h.age) count_use(h, slot, is_ahead);
       if (h.ahead && !is_ahead && h.ahead[slot] == 1) {
         h.ahead[slot] = 0;
         count[2]++;
@@ -280,9 +277,15 @@ __device__ __forceinline__ void list_misses(const head &h, int filled) {
     h.miss_from[m] = h.miss_to[m] = -1;
 }
 
+/* Makes the block of a slot that was not used older. */
+__device__ __forceinline__ void grow_older(const head &h, int32_t slot) {
+  const int32_t block = within(slot, h.slots) ? h.block_of[slot] : -1;
+  if (within(block, h.blocks)) h.age[block] += 1;
+}
+
 /* Each warp walks over a stretch of the old order, once to count and once to write. */
 __device__ __forceinline__ void renew_order(const head &h, victims v, int filled,
-                                            int (*shared)[WARP]) {
+                                            bool is_ahead, int (*shared)[WARP]) {
   enum { BELOW, EQUAL, USED, COUNTS };
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int stretch = (h.slots + THREADS - 1) / THREADS * WARP;
@@ -315,6 +318,7 @@ __device__ __forceinline__ void renew_order(const head &h, victims v, int filled
       const int32_t slot = h.order_old[p];
       h.order[victim || key == KEY_USED ? kept + taken : p - taken] = slot;
       if (victim) h.miss_to[m] = slot;
+      else if (h.age && !is_ahead && key != KEY_USED) grow_older(h, slot);
     }
     before[BELOW] += __popc(below);
     before[EQUAL] += __popc(equal);

@@ -365,6 +365,7 @@ function HotCache:close()
   for _, views in pairs(self.views_of) do
     for _, view in pairs(views) do view:free() end
   end
+  if self.eviction then self.eviction:free() end
   for _, name in ipairs { "memory", "slot_of", "block_of", "order", "miss", "lists" } do
     self[name]:free()
   end

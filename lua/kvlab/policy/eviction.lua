@@ -114,8 +114,14 @@ function Eviction:attach(cache)
     open_kernel(self, cache, kept)
     self.priorities = by_layer(priority, true)
   end
-  self.kept = kept
+  self.kept, self.priority = kept, priority
   return { priority = priority, uses = kept.uses, age = kept.age }
+end
+
+function Eviction:free()
+  -- Frees what was allocated.
+  for _, values in pairs(self.kept) do values:free() end
+  self.priority:free()
 end
 
 function Eviction:rank(layer)

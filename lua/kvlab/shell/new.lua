@@ -24,8 +24,8 @@ local NEXT = {
 --- The kinds of files that can be written.
 M.KINDS = { "policy", "eviction", "experiment" }
 
-local FOLDERS = { policy = "policies", eviction = "evictions",
-                  experiment = "experiments" }
+--- Where each kind lies.
+M.FOLDERS = { policy = "policies", eviction = "evictions", experiment = "experiments" }
 
 --- Writes a template. Raises when the file exists, or the name is none.
 ---@param kind string   one of KINDS
@@ -35,10 +35,10 @@ function M.main(kind, name, root)
   if not name:find "^[%a_][%w_]*$" then
     error(("new: the name is \"%s\", expected letters, digits and _"):format(name), 0)
   end
-  local folder = ("%s/%s"):format(root, FOLDERS[kind])
+  local folder = ("%s/%s"):format(root, M.FOLDERS[kind])
   local path = ("%s/%s.lua"):format(folder, name)
   if files.read(path) then error(("new: %s exists"):format(path), 0) end
-  local other = kind ~= "experiment" and named.path_of(FOLDERS[kind], name)
+  local other = kind ~= "experiment" and named.path_of(M.FOLDERS[kind], name)
   if other then
     error(("new: there is %s %s already, %s; choose another name"):format(
       kind == "policy" and "a policy" or "an eviction", name, other), 0)

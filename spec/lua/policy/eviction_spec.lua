@@ -251,6 +251,32 @@ local function check_device(dev)
     end
   end)
 
+  it("counts nothing of a draft", function()
+    local engine = tiny.attentive(dev):engine {
+      policy = kv.policy("quest", { ratio = 0.3, sink = 1, recent = 1 }),
+      draft_policy = kv.policy("quest", { ratio = 0.5 }), blocks = 60, block_size = 4,
+      chunk = 48, max_seqs = 1,
+      offload = { hot_slots = 20, slots = 2, slot_blocks = 2, evict = mixed() } }
+    local seq, prompt = engine:sequence(), {}
+    for t = 1, 150 do prompt[t] = t * 17 % 97 end
+    engine:prefill(seq, prompt)
+    engine:decode({ seq }, { 5 })
+    local function kept()
+      local list = {}
+      for _, name in ipairs { "uses", "age", "score" } do
+        list[#list + 1] = table.concat(engine.cache.tier.hot.eviction.kept[name]:list(),
+          " ")
+      end
+      return table.concat(list, "; ")
+    end
+    local before = kept()
+    engine:draft({ seq }, { 3 }, { 7 })
+    assert.is_true(before == kept())
+    engine:verify({ seq }, { 4 }, { 7, 0, 0, 0 }, nil, { 3 })
+    assert.is_true(before ~= kept())
+    engine.cache:close()
+  end)
+
   it("goes on after a step that failed, with counts that are whole", function()
     local policy = kv.policy("quest", { ratio = 0.3, sink = 1, recent = 1 })
     local engine = tiny.attentive(dev):engine { policy = policy, blocks = 60,
