@@ -102,7 +102,7 @@ function M.new(cache, o)
   for i = 0, cache.layers - 1 do self.buffer_views[i] = self.buffer:index(i) end
   self.tails, self.placed = setmetatable({}, { __mode = "k" }), {}
   self.moved = tensor.zeros(cache.device, "i64", { 1 })
-  self.bytes_appended, self.step, self.layers_left = 0, 0, 0
+  self.bytes_appended, self.step, self.layers_left, self.step_tokens = 0, 0, 0, 0
   local out = ffi.new "kvl_ring *[1]"
   local function open_ring()
     return protected.open(C.kvl_ring_close, out, C.kvl_ring_open, self.slot_memory,

@@ -184,6 +184,9 @@ local function check_priority(def, what, numbers)
         table.concat(sorted.keys(KEPT), ", ")), 0)
     end
   end
+  if #made.names == 0 then
+    error(what .. ": priority has no parameter, so it is the same for all blocks", 0)
+  end
   expression.each(x, function(one)
     local is_unknown = one.op == "const" or one.op == "leaf" and not LEAVES[one.name]
     if is_unknown then
@@ -212,14 +215,15 @@ function M.define(def)
   end
   local made, keeps = def.priority and check_priority(def, what, known), {}
   for _, name in ipairs(made and made.names or {}) do keeps[name] = true end
-  if def.priority then sources.load(debug.getinfo(def.priority, "S").source:sub(2)) end
+  local path = def.priority and debug.getinfo(def.priority, "S").source:match "^@(.*)$"
+  if path then sources.load(path) end
   local function make(given)
     local own = {}
     for name, value in pairs(def.defaults or {}) do own[name] = value end
     for name, value in pairs(options.check(what, given, known)) do
       own[name] = value
     end
-    if def.priority then sources.use(debug.getinfo(def.priority, "S").source:sub(2)) end
+    if path then sources.use(path) end
     return setmetatable({ name = def.name, map = made, keeps = keeps, options = own },
       Eviction)
   end

@@ -402,6 +402,8 @@ describe("an eviction", function()
     refused("wrong_option",
       "{ name = 'x', priority = function(age) return age * e.param 'a' end }",
       "there is no option a that is a number")
+    refused("wrong_constant", "{ name = 'x', priority = function() return e.layer end }",
+      "eviction x: priority has no parameter")
     refused("wrong_result", "{ name = 'x', priority = function(age) return 1 end }",
       "fn returns 1, expected an expression")
     refused("wrong_default", "{ name = 'x', defaults = { a = 'b' } }",
