@@ -1067,9 +1067,16 @@ int kvl_ring_trace_get(kvl_ring *ring, kvl_span *out, int n);
  *                 the least recently used is. Free slots are always taken before any
  *  counters  i64  [5]  to which are added: hits, misses, evictions, bytes from the host, and
  *                 slots that were filled ahead and are hit for the first time
- *  ahead     i32  [kv_heads, slots]   1: filled ahead and not hit since; NULL: not kept */
+ *  ahead     i32  [kv_heads, slots]   1: filled ahead and not hit since; NULL: not kept
+ *  uses      f32  [kv_heads, blocks]  how many calls have selected the block since it got
+ *                 its slot; NULL: not kept. Calls that are ahead do not count
+ *  age       f32  [kv_heads, blocks]  how many calls ago the block was last selected; NULL:
+ *                 not kept. Only calls that are not ahead make a block older, but a block
+ *                 that a call ahead selects has age 0, too. Blocks without a slot have no
+ *                 meaningful uses and age. Either tensor may also be the priority */
 typedef struct kvl_hot {
   const kvl_tensor *memory, *slot_of, *block_of, *order, *priority, *counters, *ahead;
+  const kvl_tensor *uses, *age;
   const kvl_format *format; /* of memory and the host tier */
 } kvl_hot;
 
@@ -1099,6 +1106,15 @@ int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
                    const kvl_tensor *buffer_places, const kvl_tensor *buffer);
 /* Removes blocks, i32 [n], from the hot cache; -1 is skipped. Their slots become free. */
 int kvl_hot_drop(const kvl_hot *hot, const kvl_tensor *blocks);
+/* Writes the scores of a step's logical blocks to the rows of the blocks themselves:
+ * out[head][tables[s][b]] = scores[s][head][b]. An entry of tables that is out of range is
+ * skipped, and the other numbers of out stay. Where several sequences have a block at the same
+ * b, the last one wins; a block must not be at two different b.
+ *  scores  f32  [seqs, 1 or kv_heads, max_blocks]
+ *  tables  i32  [seqs, max_blocks]
+ *  out     f32  [kv_heads, blocks] */
+int kvl_scatter_scores(const kvl_tensor *scores, const kvl_tensor *tables,
+                       const kvl_tensor *out);
 
 /* ---- block store ----------------------------------------------------------------------- */
 /* A block store keeps blocks longer than a request, a process or a machine lives, and finds

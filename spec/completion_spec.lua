@@ -49,7 +49,8 @@ describe("completion", function()
       { "kvlab bench --k", "" }, { "kvlab run x --device=cu", "cuda" },
       { "kvlab run x --device cu", "cuda" },
       { "kvlab run --config=", "release debug hostile" },
-      { "kvlab new ", "policy experiment" }, { "kvlab cache --config=debug ", "clear" },
+      { "kvlab new ", "policy eviction experiment" },
+      { "kvlab cache --config=debug ", "clear" },
       { "kvlab --qu", "--quick" },
     }
   end)

@@ -57,7 +57,7 @@ local function case_of(rng)
     and pcall(reuse.expect_policy, new_policy(o.draft_policy))
   o.prefill_policy = rng(3) == 0 and #PREFILL > 0 and one_of(rng, PREFILL) or nil
   o.max_blocks = math.ceil(TOKENS / o.block_size)
-  local hot = 3 * o.max_blocks
+  local hot, evict = 3 * o.max_blocks, o.block_size % 4 == 1 and "lfu" or nil
   o.tier = one_of(rng, { "resident", "ring", "hot cache", "hot cache with overlap",
     "tables by layer", "tables by head" })
   o.tables = o.tier:match "^tables by (%a+)"
@@ -68,8 +68,9 @@ local function case_of(rng)
     if across or tried.own then o.tables, o.tier = "layer", "tables by layer" end
   end
   o.offload = ({ ring = { slots = 2, slot_blocks = 1 + rng(3) },
-    ["hot cache"] = { hot_slots = hot },
-    ["hot cache with overlap"] = { hot_slots = hot, hot_overlap = true } })[o.tier]
+    ["hot cache"] = { hot_slots = hot, evict = evict },
+    ["hot cache with overlap"] = { hot_slots = hot, hot_overlap = true, evict = evict },
+  })[o.tier]
   o.graph = o.tier ~= "ring" and not EAGER[o.policy] and rng(2) == 0
   o.name = ("%s after %s, %s%s, block_size %d, %s%s%s%s%s"):format(o.policy,
     o.prefill_policy or "a dense prompt", o.draft_policy and "drafts by "

@@ -30,7 +30,7 @@ local CHAPTERS = {
   { "Policies and attention", { "kvlab/policy/policy", "kvlab/policy/attention",
     "kvlab/policy/context", "kvlab/policy/summary", "kvlab/policy/hash",
     "kvlab/policy/tally", "kvlab/policy/sampling", "kvlab/policy/split",
-    "kvlab/policy/budget", "kvlab/policy/reload" } },
+    "kvlab/policy/budget", "kvlab/policy/eviction", "kvlab/policy/reload" } },
   { "Kernels from Lua", { "kvlab/kernel/expression/expression",
     "kvlab/kernel/run/kernel",
     "kvlab/kernel/run/show", "kvlab/kernel/run/map", "kvlab/kernel/run/source" } },

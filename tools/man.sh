@@ -45,7 +45,8 @@ END
 .SH ENVIRONMENT
 .TP
 .B KVLAB_PATH
-Folders, separated by colons, in which policies, splits, priorities and tasks are looked for, too.
+Folders, separated by colons, in which policies, splits, evictions, priorities and tasks are
+looked for, too.
 .TP
 .B KVLAB_TRACEBACK
 If it is set, errors show the stack of Lua.

@@ -29,6 +29,7 @@ struct kvl_hot_view {
   const float *priority;     /* optional [kv_heads, blocks] */
   int64_t *counters;         /* [5] */
   int32_t *ahead;            /* optional [kv_heads, slots] */
+  float *uses, *age;         /* optional [kv_heads, blocks] */
   int64_t blocks;            /* of the host tier */
 };
 struct kvl_hot_resolve_args {
@@ -56,6 +57,12 @@ struct kvl_hot_drop_args {
   struct kvl_hot_view hot;
   const int32_t *blocks;
   int64_t n;
+};
+struct kvl_scatter_scores_args {
+  const float *scores;   /* [seqs, heads, max_blocks] */
+  const int32_t *tables; /* [seqs, max_blocks] */
+  float *out;            /* [kv_heads, blocks] */
+  int64_t seqs, heads, kv_heads, max_blocks, blocks;
 };
 
 #endif

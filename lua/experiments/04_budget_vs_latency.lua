@@ -21,6 +21,7 @@ local function run(config)
   if config.memory ~= "resident" then
     offload = { slots = 4 }
     if config.memory == "hot" then
+      offload.evict = config.evict
       local blocks = config.budget == 0 and math.ceil(config.context / size) + 1
         or math.ceil(config.budget / size)
       offload.hot_slots = math.max(4, math.ceil(config.hot_ratio * blocks)) + 64
@@ -68,7 +69,8 @@ kv.experiment.run {
     { "budget", { 256, 512, 1024, 2048, 0 } },
   },
   defaults = { shape = kv.synthetic.default_shape(dev), layers = is_cpu and 2 or 4,
-               block_size = 16, steps = 24, warm_up = 8, drift = 0.1, hot_ratio = 2 },
+               block_size = 16, steps = 24, warm_up = 8, drift = 0.1, hot_ratio = 2,
+               evict = "lru" },
   quick = { context = { 4096, 8192 }, budget = { 512, 1024, 0 } },
   run = run,
   table = {

@@ -46,7 +46,8 @@ local function time_steps(config, is_resident)
   local s = kv.synthetic { shape = config.shape, layers = config.layers,
     context = config.context, block_size = config.block_size, seed = config.seed,
     offload = not is_resident
-      and { hot_slots = math.ceil(config.hot_ratio * blocks) + 64 } or nil,
+      and { hot_slots = math.ceil(config.hot_ratio * blocks) + 64, evict = config.evict }
+      or nil,
     decode_policy = kv.policy("gsa", { scores = "mean", ratio = config.ratio,
       refresh = config.refresh, prefetch_ahead = config.prefetch_ahead }) }
   s.attention.hooks = { attention_begin = other_work(config) }
@@ -106,7 +107,7 @@ kv.experiment.run {
   },
   defaults = { shape = kv.synthetic.default_shape(dev), layers = 8,
                context = 32768, block_size = 16, ratio = 0.1, refresh = 4, periods = 6,
-               hot_ratio = 2, us_layer = 200 },
+               hot_ratio = 2, us_layer = 200, evict = "lru" },
   quick = { drift = { 0.03 }, link_gbps = { LINKS[#LINKS] }, context = 4096,
             periods = 3 },
   metrics = { "stall_share", "step_us", "resident_us", "hit_rate", "missed_bytes",

@@ -13,6 +13,7 @@
 --   kv.cache kv.attention          paged KV memory, attention with a policy
 --   kv.policy kv.summary kv.hash kv.tally kv.sampling    what policies are made of
 --   kv.split                       how a policy's budget is divided
+--   kv.eviction                    what leaves a hot cache
 --   kv.expr                        kernels for policies, written as arithmetic
 --   kv.kernel                      kernels over scores, kernels of source text
 --   kv.reload                      reads a policy's file again
@@ -87,6 +88,7 @@ function later.prefix_chunks()
 end
 
 function later.policy() return require "kvlab.policy.policy" end
+function later.eviction() return require "kvlab.policy.eviction" end
 function later.attention() return require("kvlab.policy.attention").attention end
 function later.split() return require "kvlab.policy.split" end
 function later.summary() return require "kvlab.policy.summary" end

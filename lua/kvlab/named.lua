@@ -1,8 +1,8 @@
---- Files that users know by name: policies, splits, priorities and tasks. `quest` is the
--- file quest.lua in a folder called policies. Such folders lie in the project's lua/,
--- in the working folder, and in every folder that --path=DIR and the environment's
--- KVLAB_PATH name (several are separated by colons). So a policy of one's own lives
--- outside the project.
+--- Files that users know by name: policies, splits, priorities, evictions and tasks.
+-- `quest` is the file quest.lua in a folder called policies. Such folders lie in the
+-- project's lua/, in the working folder, and in every folder that --path=DIR and the
+-- environment's KVLAB_PATH name (several are separated by colons). So a policy of one's
+-- own lives outside the project.
 local command_line = require "kvlab.command_line"
 local files = require "kvlab.files"
 local library = require "kvlab.library"
@@ -15,7 +15,7 @@ local M = {}
 local given = {} -- kind -> name -> path: files that lie elsewhere
 local prepared -- the folders that package.path has
 
---- The folders that hold policies/, splits/, priorities/, tasks/: the project's first.
+--- The folders that hold policies/, splits/ and the others: the project's first.
 local function roots()
   local own = library.paths.root .. "/lua"
   local list, has = { own }, { [files.real(own)] = true }

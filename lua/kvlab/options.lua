@@ -205,8 +205,9 @@ end
 
 --- Raises for a name that is none of `names`.
 function M.refuse(what, name, names, level)
-  raise(("%s: %s is no option%s; the options are %s"):format(what, M.shown(name),
-    hint(name, names, ", did you mean %s?"), table.concat(names, ", ")), outer(level))
+  raise(("%s: %s is no option%s; %s"):format(what, M.shown(name),
+    hint(name, names, ", did you mean %s?"), #names == 0 and "there are none"
+    or "the options are " .. table.concat(names, ", ")), outer(level))
 end
 
 --- Raises for the first option, in the order of names, that is needed and not there.

@@ -140,7 +140,8 @@ function M.use_all(earlier)
 end
 
 --- Returns the files of the project's Lua that every row may depend on. Policies,
--- priorities and experiments are not among them, because rows name those one by one.
+-- priorities, evictions and experiments are not among them, because rows name those one
+-- by one.
 local function lua_files()
   local paths = files.find(library.paths.root .. "/lua/kvlab", ".lua")
   for _, path in ipairs(files.find(library.paths.root .. "/lua/models", ".lua")) do

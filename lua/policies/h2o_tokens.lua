@@ -1,10 +1,10 @@
 --- H2O: evicts the token that received least of the attention so far.
--- Source  Zhang et al. 2023, arXiv:2306.14048. The paper spends half of the budget on the
---         newest tokens: so does `recent`, if it is half of the budget's blocks. Here each
+-- Source  Zhang et al. 2023, arXiv:2306.14048. The paper spends half of the budget on
+--         the newest tokens: so does `recent`, if it is half of the budget's blocks. Each
 --         KV head evicts for itself, by the mean over its group
--- Worth   sum over all queries since the token came, those of the prompt included, of the
---         token's weight in their attention, exact
--- Cost    the prompt's weights are computed once more; 4 bytes for each token that is held
+-- Worth   sum over all queries since the token came, those of the prompt included, of
+--         the token's weight in their attention, exact
+-- Worth   sum over all queries since the token came, those of the prompt included, of
 -- Fails   an answer that no earlier query has looked at is not found
 local kv = require "kvlab"
 local e = kv.expr

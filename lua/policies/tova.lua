@@ -1,7 +1,7 @@
 --- TOVA: evicts the token that the newest query attends to least.
--- Source  Oren et al. 2024, arXiv:2401.06104. The paper drops one token for all heads of a
---         layer, by the mean of their weights. Tables by layer do so here. Tables by head
---         drop one for each KV head, by the mean over its group
+-- Source  Oren et al. 2024, arXiv:2401.06104. The paper drops one token for all heads of
+--         a layer, by the mean of their weights. Tables by layer do so here. Tables by
+--         head drop one for each KV head, by the mean over its group
 -- Worth   the weight of each token in the attention of the newest query, of the prompt or
 --         decoded, exact
 -- Cost    the weights of one query a step; 4 bytes for each token that is held

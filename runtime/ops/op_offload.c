@@ -80,6 +80,8 @@ static struct kvl_hot_view hot_arg(struct kvl__call *c, const kvl_hot *h) {
   kvl__arg(c, "priority?", h->priority, KVL__F32, "kv_heads blocks");
   kvl__arg(c, "counters", h->counters, KVL__I64, "5");
   kvl__arg(c, "ahead?", h->ahead, KVL__I32, "kv_heads slots");
+  kvl__arg(c, "uses?", h->uses, KVL__F32, "kv_heads blocks");
+  kvl__arg(c, "age?", h->age, KVL__F32, "kv_heads blocks");
   if (c->status < 0) return view;
   view.slot_of = h->slot_of->ptr;
   view.block_of = h->block_of->ptr;
@@ -87,6 +89,8 @@ static struct kvl_hot_view hot_arg(struct kvl__call *c, const kvl_hot *h) {
   view.priority = ptr_of(h->priority);
   view.counters = h->counters->ptr;
   view.ahead = ptr_of(h->ahead);
+  view.uses = ptr_of(h->uses);
+  view.age = ptr_of(h->age);
   view.blocks = kvl__dim(c, "blocks");
   return view;
 }
@@ -179,4 +183,26 @@ int kvl_hot_drop(const kvl_hot *hot, const kvl_tensor *blocks) {
   args.blocks = blocks->ptr;
   args.n = blocks->count;
   return KVL__LAUNCH(&c, hot_drop, args);
+}
+
+int kvl_scatter_scores(const kvl_tensor *scores, const kvl_tensor *tables,
+                       const kvl_tensor *out) {
+  struct kvl__call c = {.op = "scatter_scores"};
+  struct kvl_scatter_scores_args args = {0};
+  kvl__arg(&c, "scores", scores, KVL__F32, "seqs heads max_blocks");
+  kvl__arg(&c, "tables", tables, KVL__I32, "seqs max_blocks");
+  kvl__arg(&c, "out", out, KVL__F32, "kv_heads blocks");
+  args.heads = kvl__dim(&c, "heads");
+  args.kv_heads = kvl__dim(&c, "kv_heads");
+  if (args.heads != 1 && args.heads != args.kv_heads)
+    kvl__call_fail(&c, "scores are for %lld heads, expected 1 or kv_heads = %lld",
+                   (long long)args.heads, (long long)args.kv_heads);
+  if (c.status < 0) return c.status;
+  args.scores = scores->ptr;
+  args.tables = tables->ptr;
+  args.out = out->ptr;
+  args.seqs = kvl__dim(&c, "seqs");
+  args.max_blocks = kvl__dim(&c, "max_blocks");
+  args.blocks = kvl__dim(&c, "blocks");
+  return KVL__LAUNCH(&c, scatter_scores, args);
 }

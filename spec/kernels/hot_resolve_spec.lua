@@ -7,7 +7,7 @@ local reference = require "spec.reference.hot_cache"
 
 local INF, NAN = math.huge, 0 / 0
 local PRIORITIES = { NAN, -INF, -1, 0, -1 / INF, 1e-40, 1, 1, 2.5, INF }
-local STATE = { "slot_of", "block_of", "order", "counters", "ahead" }
+local STATE = { "slot_of", "block_of", "order", "counters", "ahead", "uses", "age" }
 local LISTS = { "slots", "miss_from", "miss_to" }
 local PARTED = { "hit_logical", "hit_slots", "miss_logical", "miss_slots" }
 
@@ -72,7 +72,7 @@ local prepare = support.latest(function(c)
   for step = 1, c.calls do
     local s = { seqs = c.seqs, n = c.n, selection = selections(rng, c), tables = of_seqs,
       selection_heads = c.per_head and c.kv_heads or 1, max_blocks = c.max_blocks,
-      priority = c.priority and priorities(rng, c), parted = step % 3 > 0,
+      priority = c.evict or c.priority and priorities(rng, c), parted = step % 3 > 0,
       is_ahead = rng(3) == 0 }
     s.want = reference.resolve(hot, s)
     if step % 4 == 3 then
@@ -95,6 +95,8 @@ local function open(dev, c)
     order = kv.from(dev, "i32", { c.kv_heads, c.slots }, c.order),
     counters = kv.zeros(dev, "i64", { 5 }),
     ahead = kv.zeros(dev, "i32", { c.kv_heads, c.slots }),
+    uses = kv.zeros(dev, "f32", { c.kv_heads, c.blocks }),
+    age = kv.zeros(dev, "f32", { c.kv_heads, c.blocks }),
   }
 end
 
@@ -106,7 +108,7 @@ end
 
 --- One call on the device: the lists that it wrote, by name.
 local function resolve(dev, hot, s, c)
-  hot.priority = s.priority
+  hot.priority = hot[s.priority] or s.priority
     and kv.from(dev, "f32", { c.kv_heads, c.blocks }, s.priority) or nil
   local call = {
     selection = kv.from(dev, "i32", { s.seqs, s.selection_heads, s.n }, s.selection),
@@ -162,6 +164,14 @@ local topics = {
       priority = true },
     { kv_heads = 3, blocks = 90, slots = 30, seqs = 2, n = 8, max_blocks = 40,
       priority = true, per_head = true, shuffled = true, focus = 1 },
+  },
+  { "evicts by uses and by age, which it counts itself",
+    { kv_heads = 2, blocks = 40, slots = 12, seqs = 1, n = 4, max_blocks = 30,
+      evict = "uses", focus = 1 },
+    { kv_heads = 3, blocks = 90, slots = 40, seqs = 2, n = 8, max_blocks = 40,
+      evict = "uses", per_head = true, shuffled = true },
+    { kv_heads = 3, blocks = 90, slots = 40, seqs = 2, n = 8, max_blocks = 40,
+      evict = "age", per_head = true },
   },
   { "works with no more slots than can be selected",
     { kv_heads = 2, blocks = 30, slots = 8, seqs = 1, n = 8, max_blocks = 25, focus = 0 },

@@ -132,7 +132,7 @@ end)
 local FLOATS = { "f32", "f16", "bf16" }
 local SIZES = { 0, 1, 2, 3, 5 }
 local HOT = { "memory", "slot_of", "block_of", "order", "priority", "counters",
-              "ahead" }
+              "ahead", "uses", "age" }
 local RESOLVE = { "selection", "tables", "slots", "miss_from", "miss_to", "hit_logical",
                   "hit_slots", "miss_logical", "miss_slots" }
 
@@ -178,7 +178,9 @@ local function new_maker(rng, dev)
              block_of = m.i32(m.kv_heads, slots), order = m.i32(m.kv_heads, slots),
              priority = m.maybe(m.rows("f32", m.kv_heads, blocks)),
              counters = m.rows("i64", 5),
-             ahead = m.maybe(m.i32(m.kv_heads, slots)) }
+             ahead = m.maybe(m.i32(m.kv_heads, slots)),
+             uses = m.maybe(m.rows("f32", m.kv_heads, blocks)),
+             age = m.maybe(m.rows("f32", m.kv_heads, blocks)) }
   end
   return m
 end
@@ -248,6 +250,13 @@ local NEAR = {
       return C.kvl_hot_append(hot_of(u), u.k, u.v, u.places, u.cache, u.buffer_places,
         u.buffer)
     end
+  end,
+
+  scatter_scores = function(m)
+    local seqs, width = m.size(), m.size()
+    return { scores = m.rows("f32", seqs, m.lanes(), width), tables = m.i32(seqs, width),
+             out = m.rows("f32", m.kv_heads, m.size()) },
+      function(t) return C.kvl_scatter_scores(t.scores, t.tables, t.out) end
   end,
 
   rope_append = function(m)

@@ -163,13 +163,25 @@ M["kv.cache"] = {
 }
 M["kv.cache offload"] = {
   good = function()
-    return { slots = 2, slot_blocks = 1, max_seqs = 2, max_tokens = 8, hot_slots = 2 }
+    return { slots = 2, slot_blocks = 1, max_seqs = 2, max_tokens = 8, hot_slots = 2,
+             evict = "lfu" }
   end,
   call = function(o)
     local all = cache_options()
     all.offload = o
     kv.cache(all)
   end,
+}
+M["kv.eviction"] = {
+  good = function() return { weight = 0.5 } end,
+  call = function(o) kv.eviction.define({ name = "x", defaults = { weight = 1 } })(o) end,
+}
+M["kv.eviction.define"] = {
+  good = function()
+    return { name = "x", defaults = { weight = 1 },
+             priority = function(uses) return uses * kv.expr.param "weight" end }
+  end,
+  call = function(o) kv.eviction.define(o) end,
 }
 M["Cache:batch"] = {
   good = function()

@@ -21,7 +21,8 @@ local TIERS = {
   ring = { offload = { slots = 2, slot_blocks = 2 } },
   ["hot cache"] = { offload = { slots = 2, slot_blocks = 2, hot_slots = 80 } },
   ["hot cache with overlap"] = {
-    offload = { slots = 2, slot_blocks = 2, hot_slots = 80, hot_overlap = true } },
+    offload = { slots = 2, slot_blocks = 2, hot_slots = 80, hot_overlap = true,
+                evict = "lfu" } },
 }
 
 -- Of logits up to about 5. With overlap the hits and the misses of a hot cache are

@@ -1,5 +1,5 @@
---- Attention of a sequence that evicts tokens, slow and obvious, in double precision: what
--- each layer and KV head holds is a list, and the papers' rules are applied to it.
+--- Attention of a sequence that evicts tokens, slow and obvious, in double precision:
+-- what each layer and KV head holds is a list, and the papers' rules are applied to it.
 --
 -- A token is { position, order, k, v } with numbers of its own: mass (the sum of the
 -- weights that it received, the mean over a group's heads) and newest (its weight in the
@@ -62,7 +62,9 @@ local function worths(self, layer, head)
   if o.by == "layer" then first, last = 0, o.kv_heads - 1 end
   for i = 1, #self.held[layer][first] do
     local sum = 0
-    for h = first, last do sum = sum + o.worth(self.held[layer][h][i], self, layer, h, i) end
+    for h = first, last do
+      sum = sum + o.worth(self.held[layer][h][i], self, layer, h, i)
+    end
     list[i] = sum / (last - first + 1)
   end
   return list
@@ -133,8 +135,8 @@ function Sequence:compute(layer, q, k, v, is_prompt)
   return out
 end
 
---- Ends a step in which every layer has got n tokens. ends_prompt: the cuts are brought to
--- their caps, and keep the order of their tokens.
+--- Ends a step in which every layer has got n tokens. ends_prompt: the cuts are brought
+-- to their caps, and keep the order of their tokens.
 function Sequence:finish(n, ends_prompt)
   local o = self.o
   self.length = self.length + n

@@ -7,10 +7,13 @@ local M = {}
 --- An empty cache; `orders` (optional): the slots of each KV head in another order.
 function M.new(kv_heads, blocks, slots, orders)
   local hot = { kv_heads = kv_heads, blocks = blocks, slots = slots,
-    slot_of = {}, block_of = {}, order = {}, ahead = {},
+    slot_of = {}, block_of = {}, order = {}, ahead = {}, uses = {}, age = {},
     counters = { 0, 0, 0, 0, 0 } }
   for head = 1, kv_heads do
-    for _ = 1, blocks do hot.slot_of[#hot.slot_of + 1] = -1 end
+    for _ = 1, blocks do
+      hot.slot_of[#hot.slot_of + 1] = -1
+      hot.uses[#hot.uses + 1], hot.age[#hot.age + 1] = 0, 0
+    end
     for i = 1, slots do
       hot.block_of[#hot.block_of + 1] = -1
       hot.ahead[#hot.ahead + 1] = 0
@@ -55,7 +58,8 @@ local function victims(hot, call, head, protected, count)
       local class, priority = 2, 0             -- 0 free, 1 NaN, 2 a number
       if block == -1 then class = 0
       elseif call.priority then
-        priority = call.priority[head * hot.blocks + block + 1]
+        local of = type(call.priority) == "string" and hot[call.priority] or call.priority
+        priority = of[head * hot.blocks + block + 1]
         if priority ~= priority then class, priority = 1, 0 end
       end
       candidates[#candidates + 1] = { slot = slot, position = position, class = class,
@@ -71,6 +75,22 @@ local function victims(hot, call, head, protected, count)
   for i = 1, count do chosen[i] = candidates[i] end
   table.sort(chosen, function(x, y) return x.position < y.position end)
   return chosen
+end
+
+--- Counts a call for the blocks that had a slot and keep it.
+local function count_call(hot, call, head, used, chosen)
+  local leaves = {}
+  for _, victim in ipairs(chosen) do leaves[victim.slot] = true end
+  for slot = 0, hot.slots - 1 do
+    local block = hot.block_of[head * hot.slots + slot + 1]
+    local at = head * hot.blocks + block + 1
+    if block >= 0 and used[slot] then
+      if not call.is_ahead then hot.uses[at] = hot.uses[at] + 1 end
+      hot.age[at] = 0
+    elseif block >= 0 and not leaves[slot] and not call.is_ahead then
+      hot.age[at] = hot.age[at] + 1
+    end
+  end
 end
 
 local function resolve_head(hot, call, head, out)
@@ -92,7 +112,9 @@ local function resolve_head(hot, call, head, out)
       hot.counters[2] = hot.counters[2] + 1
     end
   end
-  for m, victim in ipairs(victims(hot, call, head, used, #missing)) do
+  local chosen = victims(hot, call, head, used, #missing)
+  count_call(hot, call, head, used, chosen)
+  for m, victim in ipairs(chosen) do
     local old = hot.block_of[held + victim.slot]
     if old >= 0 then
       hot.slot_of[of + old] = -1
@@ -101,6 +123,7 @@ local function resolve_head(hot, call, head, out)
     hot.block_of[held + victim.slot] = missing[m]
     hot.slot_of[of + missing[m]] = victim.slot
     hot.ahead[held + victim.slot] = call.is_ahead and 1 or 0
+    hot.uses[of + missing[m]], hot.age[of + missing[m]] = call.is_ahead and 0 or 1, 0
     used[victim.slot] = true
     local at = head * call.seqs * call.n + m
     out.miss_from[at], out.miss_to[at] = missing[m], victim.slot
@@ -127,8 +150,8 @@ local function resolve_head(hot, call, head, out)
   end
 end
 
---- call: selection, selection_heads, seqs, n, tables, max_blocks, priority (optional),
--- is_ahead.
+--- call: selection, selection_heads, seqs, n, tables, max_blocks, is_ahead, priority
+-- (optional): numbers, or the name of those of `hot`: uses or age.
 -- Changes hot; returns slots, miss_from, miss_to and the four parted lists by name.
 function M.resolve(hot, call)
   local out = {}

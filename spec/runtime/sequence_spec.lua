@@ -289,7 +289,8 @@ local function append_cuts(seqs, counts, replaces)
   end
   local places = ffi.new("int64_t[?]", LAYERS * HEADS * total + 1)
   local copies = ffi.new("int32_t[?]", 2 * n * LAYERS * HEADS)
-  return C.kvl_sequences_append(handles, tokens, n, replaces or 0, places, copies), places, copies
+  local status = C.kvl_sequences_append(handles, tokens, n, replaces or 0, places, copies)
+  return status, places, copies
 end
 
 describe("a sequence with tables by layer and head", function()

@@ -9,6 +9,7 @@
  *   hit_/miss_...    i32  [seqs, kv_heads, n]   the hits and the misses of the selection, -1
  *                                               padded; optional
  *   ahead            i32  [kv_heads, slots]     changed; optional
+ *   uses, age        f32  [kv_heads, blocks]    changed; optional; may be priority
  *
  * Every device computes the same arrays, whatever runs in parallel:
  * - Entries are taken in the order (sequence, index in the list). An entry that is -1 or out
@@ -22,6 +23,9 @@
  *   last, both in the order that they had.
  * - A slot that is filled has is_ahead in `ahead`. A hit clears it, unless this call is ahead
  *   itself; the slots that hits cleared are counted.
+ * - Of a block that is filled, uses becomes 1, or 0 if this call is ahead, and age 0. Of a hit,
+ *   uses grows by 1, unless this call is ahead, and age becomes 0. Of any other block that keeps
+ *   its slot, age grows by 1, unless this call is ahead.
  *
  * A KV head is one task and needs no memory of its own: while it runs, slot_of[block] is
  * mark(m) for the m-th miss, and block_of[slot] is mark(block) for a hit.
@@ -35,6 +39,7 @@ struct lane { /* one KV head */
   const struct kvl_hot_resolve_args *args;
   int32_t *slot_of, *block_of, *order, *miss_from, *miss_to, *ahead;
   const float *priority;
+  float *uses, *age;
   int64_t head, blocks, slots, misses, hits, evictions, foreseen;
 };
 
@@ -60,6 +65,13 @@ static void take_foreseen(struct lane *l, int32_t slot) {
   l->foreseen++;
 }
 
+/* Counts a call for a block that it finds, before its slot is marked: once. */
+static void count_use(const struct lane *l, int32_t block) {
+  if (is_marked(l->block_of[l->slot_of[block]])) return;
+  if (l->uses && !l->args->is_ahead) l->uses[block]++;
+  if (l->age) l->age[block] = 0;
+}
+
 /* Marks the selected blocks: slots[...] becomes the slot of a hit or mark(m) of a miss. */
 static void find(struct lane *l) {
   const struct kvl_hot_resolve_args *a = l->args;
@@ -75,6 +87,7 @@ static void find(struct lane *l) {
       l->miss_from[l->misses] = block;
       l->slot_of[block] = mark((int32_t)l->misses++);
     } else if (l->slot_of[block] >= 0) {
+      if (l->uses || l->age) count_use(l, block);
       l->block_of[l->slot_of[block]] = mark(block);
       take_foreseen(l, l->slot_of[block]);
       l->hits++;
@@ -124,6 +137,8 @@ static void fill_slot(struct lane *l, int32_t slot, int32_t block) {
   l->block_of[slot] = block;
   l->slot_of[block] = slot;
   if (l->ahead) l->ahead[slot] = l->args->is_ahead;
+  if (l->uses) l->uses[block] = !l->args->is_ahead;
+  if (l->age) l->age[block] = 0;
 }
 
 /* Gives the victims to the misses and brings `order` up to date. The used slots are gathered
@@ -153,6 +168,11 @@ static void replace(struct lane *l) {
   for (int64_t m = filled; m < room; m++) {
     if (m < l->misses) l->slot_of[l->miss_from[m]] = -1; /* no slot is left */
     l->miss_from[m] = l->miss_to[m] = -1;
+  }
+  if (!l->age || l->args->is_ahead) return;
+  for (int64_t i = 0; i < kept; i++) {
+    int32_t slot = l->order[i];
+    if (is_candidate(l, slot) && l->block_of[slot] >= 0) l->age[l->block_of[slot]]++;
   }
 }
 
@@ -201,7 +221,9 @@ static int lanes_piece(const void *args, int64_t begin, int64_t end) {
                      .miss_from = a->miss_from + head * room,
                      .miss_to = a->miss_to + head * room,
                      .priority = hot->priority ? hot->priority + head * hot->blocks : NULL,
-                     .ahead = hot->ahead ? hot->ahead + head * slots : NULL};
+                     .ahead = hot->ahead ? hot->ahead + head * slots : NULL,
+                     .uses = hot->uses ? hot->uses + head * hot->blocks : NULL,
+                     .age = hot->age ? hot->age + head * hot->blocks : NULL};
     lane_run(&l);
     __atomic_fetch_add(&hot->counters[0], l.hits, __ATOMIC_RELAXED);
     __atomic_fetch_add(&hot->counters[1], l.misses, __ATOMIC_RELAXED);

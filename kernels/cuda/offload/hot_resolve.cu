@@ -10,6 +10,7 @@
  *   hit_/miss_...    i32  [seqs, kv_heads, n]   the hits and the misses of the selection as
  *                                               separate lists, -1 padded; optional
  *   ahead            i32  [kv_heads, slots]     updated; optional
+ *   uses, age        f32  [kv_heads, blocks]    updated; optional; may be priority
  *   counters         i64  [5]                   increased by hits, misses, evictions and, in
  *                                               the last one, cleared marks of `ahead`
  *   workspace        kv_heads * temporary_bytes, where shared memory may be too small
@@ -26,6 +27,9 @@
  *   both keep their relative order.
  * - A slot that is filled gets is_ahead in `ahead`. A hit clears it, unless this call is
  *   ahead itself; the slots cleared in this way are counted.
+ * - Of a block that is filled, uses becomes 1, or 0 if this call is ahead, and age 0. Of a hit,
+ *   uses grows by 1, unless this call is ahead, and age becomes 0. Of any other block that keeps
+ *   its slot, age grows by 1, unless this call is ahead.
  *
  * One thread block per KV head. Its phases exchange data through shared memory (through the
  * workspace where that is too small: past 17 to 27 thousand slots on an H100):
@@ -88,7 +92,7 @@ __global__ void __launch_bounds__(hot::THREADS)
   if (filled > unheld && h.priority) v = search_keys(h, filled, sums);
   else if (filled > unheld) v = {KEY_NAN, filled - unheld};
   list_misses(h, filled);
-  renew_order(h, v, filled, sums);
+  renew_order(h, v, filled, a.is_ahead, sums);
   __syncthreads();
   fill_slots(h, filled, a.is_ahead);
   __syncthreads();

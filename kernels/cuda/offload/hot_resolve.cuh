@@ -34,6 +34,7 @@ struct entry_sets {
 struct head {
   int32_t *slot_of, *block_of, *order, *miss_from, *miss_to, *ahead;
   const float *priority;
+  float *uses, *age;
   int kv_head, kv_heads, n, entries, slots, blocks;
   int32_t *found;     /* [entries]  a hit's slot, mark(block) of a miss, or -1 */
   int32_t *order_old; /* [slots] */
@@ -57,6 +58,8 @@ __device__ __forceinline__ head head_of(const kvl_hot_resolve_args &a, char *tem
   h.order = a.hot.order + g * slots;
   h.priority = a.hot.priority ? a.hot.priority + g * a.hot.blocks : nullptr;
   h.ahead = a.hot.ahead ? a.hot.ahead + g * slots : nullptr;
+  h.uses = a.hot.uses ? a.hot.uses + g * a.hot.blocks : nullptr;
+  h.age = a.hot.age ? a.hot.age + g * a.hot.blocks : nullptr;
   h.miss_from = a.miss_from + g * entries;
   h.miss_to = a.miss_to + g * entries;
   h.kv_head = (int)g;
@@ -192,6 +195,14 @@ __device__ __forceinline__ void number_entries(const head &h, int (&total)[SETS]
   __syncthreads();
 }
 
+/* Counts a call for the block of a hit. */
+__device__ __forceinline__ void count_use(const head &h, int32_t slot, bool is_ahead) {
+  const int32_t block = h.block_of[slot];
+  if (!within(block, h.blocks)) return;
+  if (h.uses && !is_ahead) h.uses[block] += 1;
+  if (h.age) h.age[block] = 0;
+}
+
 /* Marks the slots of hits, which cannot be victims. Counts this thread's free and other
  * candidates, and the hits that clear a mark of `ahead`. */
 __device__ __forceinline__ void mark_used(const head &h, bool is_ahead, int (&count)[3]) {
@@ -201,6 +212,7 @@ __device__ __forceinline__ void mark_used(const head &h, bool is_ahead, int (&co
     uint32_t key = h.keys[p];
     if (within(slot, h.slots) && (h.used[slot / 32] >> slot % 32 & 1)) {
       h.keys[p] = key = KEY_USED;
+      if (h.uses || h.age) count_use(h, slot, is_ahead);
       if (h.ahead && !is_ahead && h.ahead[slot] == 1) {
         h.ahead[slot] = 0;
         count[2]++;
@@ -265,9 +277,15 @@ __device__ __forceinline__ void list_misses(const head &h, int filled) {
     h.miss_from[m] = h.miss_to[m] = -1;
 }
 
+/* Makes the block of a slot that was not used older. */
+__device__ __forceinline__ void grow_older(const head &h, int32_t slot) {
+  const int32_t block = within(slot, h.slots) ? h.block_of[slot] : -1;
+  if (within(block, h.blocks)) h.age[block] += 1;
+}
+
 /* Each warp walks over a stretch of the old order, once to count and once to write. */
 __device__ __forceinline__ void renew_order(const head &h, victims v, int filled,
-                                            int (*shared)[WARP]) {
+                                            bool is_ahead, int (*shared)[WARP]) {
   enum { BELOW, EQUAL, USED, COUNTS };
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int stretch = (h.slots + THREADS - 1) / THREADS * WARP;
@@ -300,6 +318,7 @@ __device__ __forceinline__ void renew_order(const head &h, victims v, int filled
       const int32_t slot = h.order_old[p];
       h.order[victim || key == KEY_USED ? kept + taken : p - taken] = slot;
       if (victim) h.miss_to[m] = slot;
+      else if (h.age && !is_ahead && key != KEY_USED) grow_older(h, slot);
     }
     before[BELOW] += __popc(below);
     before[EQUAL] += __popc(equal);
@@ -316,6 +335,8 @@ __device__ __forceinline__ void fill_slots(const head &h, int filled, bool is_ah
     h.block_of[slot] = block;
     h.slot_of[block] = slot;
     if (h.ahead) h.ahead[slot] = is_ahead;
+    if (h.uses) h.uses[block] = !is_ahead;
+    if (h.age) h.age[block] = 0;
   }
 }
 

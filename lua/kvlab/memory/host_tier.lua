@@ -12,6 +12,7 @@
 -- prefill_buffer_slice, decode_buffer.
 local arguments = require "kvlab.arguments"
 local closed = require "kvlab.closed"
+local evictions = require "kvlab.memory.evictions"
 local ffi = require "ffi"
 local hot_cache = require "kvlab.memory.hot_cache"
 local kinds = require "kvlab.tensor.kinds"
@@ -60,14 +61,16 @@ HostTier.ARRAYS = {
 M.OFFLOAD = options.nested {
   slots = options.within(1, 32), slot_blocks = options.whole, max_seqs = options.count,
   max_tokens = options.count, huge_pages = options.boolean, hot_slots = options.whole,
-  hot_overlap = options.boolean,
+  hot_overlap = options.boolean, evict = evictions.KIND,
 }
 
 --- Opens the KV of a cache in host memory. o: slots of the ring (4); slot_blocks: the
 -- blocks of a sequence that one slot holds (32 MiB for all sequences); max_seqs (16) and
 -- max_tokens (512) of a step; huge_pages (false); hot_slots: the slots for each KV head
 -- of a hot cache (0: no hot cache); hot_overlap (false): attend to the blocks that are
--- present while the rest is fetched.
+-- present while the rest is fetched; evict ("lru"): which block leaves the hot cache when
+-- another needs its slot, the name of a file (policy/eviction.lua) or what kv.eviction
+-- makes.
 ---@param cache kvlab.Cache
 ---@param o table  checked: M.OFFLOAD
 ---@return kvlab.HostTier
@@ -76,6 +79,10 @@ function M.new(cache, o)
     slots = o.slots or 4, slot_blocks = o.slot_blocks or 0, max_seqs = o.max_seqs or 16,
     max_tokens = o.max_tokens or 512, huge_pages = o.huge_pages or false,
     hot_slots = o.hot_slots or 0, hot_overlap = o.hot_overlap or false }, HostTier)
+  if o.evict and self.hot_slots == 0 then
+    options.fail("offload: evict is given, but there is no hot cache, expected hot_slots")
+  end
+  local eviction = evictions.of(o.evict)
   self.bytes_block = cache.format:bytes_page()
   self.name = self.hot_slots > 0 and "host, hot cache" or "host, ring"
   if self.slot_blocks == 0 then
@@ -109,7 +116,7 @@ function M.new(cache, o)
     opened = open_ring()
   end
   self.ring = opened
-  if self.hot_slots > 0 then self.hot = hot_cache.new(self) end
+  if self.hot_slots > 0 then self.hot = hot_cache.new(self, eviction) end
   return self
 end
 
@@ -135,7 +142,9 @@ function HostTier:readers(attention, through, level)
       .. "cache (hot_slots)", level + 1)
   end
   local by_ring = ring.new(attention)
-  return by_ring, through == "hot" and self.hot or by_ring
+  if through == "ring" then return by_ring, by_ring end
+  if self.hot.eviction then self.hot.eviction:watch(attention) end
+  return by_ring, self.hot
 end
 
 -- ---- the buffer -----------------------------------------------------------------------

@@ -1,9 +1,9 @@
 --- The hot cache keeps blocks of the host tier on the device, with slots of its own for
 -- every KV head. In each layer, a step gives every selected block a slot (evicting the
--- least recently used block, or the one with the lowest priority), fetches the blocks
--- that were missing, and attends over the slots. All of it runs on the device, so the
--- host never waits. Blocks that a policy expects its next steps to select are brought
--- ahead, on a stream of their own.
+-- least recently used block, or another one if the cache has another eviction), fetches
+-- the blocks that were missing, and attends over the slots. All of it runs on the device,
+-- so the host never waits. Blocks that a policy expects its next steps to select are
+-- brought ahead, on a stream of their own.
 --
 -- With hot_overlap, attention over the present blocks runs while the others are fetched,
 -- and is merged with attention over those by their log-sum-exp. Without it, one
@@ -27,13 +27,25 @@ local COUNTERS = 5 -- of kvl_hot: hits, misses, evictions, bytes, brought ahead 
 ---@class kvlab.HotCache
 ---@field slots integer              of each KV head
 ---@field priority kvlab.Tensor|nil  f32 [layers, kv_heads, blocks], see use_priority
+---@field eviction kvlab.Eviction|nil  decides what leaves; nil: the least recently used
 local HotCache = {}
 HotCache.__index = HotCache
 
+--- Gives every layer its part of values [layers, kv_heads, blocks], as a field of
+-- kvl_hot.
+local function give(self, name, values)
+  for layer = 0, self.cache.layers - 1 do
+    local view = values:index(layer)
+    self.views_of[layer][name], self.layers[layer][name] = view, view
+    if self.ahead then self.ahead.layers[layer][name] = view end
+  end
+end
+
 --- Opens the hot cache of a host tier, with tier.hot_slots slots for each KV head.
 ---@param tier kvlab.HostTier
+---@param eviction? kvlab.Eviction  nil: evicts the least recently used block
 ---@return kvlab.HotCache
-function M.new(tier)
+function M.new(tier, eviction)
   local cache = tier.cache
   local self = setmetatable({ tier = tier, cache = cache, layers = {}, views_of = {},
     slots = tier.hot_slots, overlap = tier.hot_overlap, views = {},
@@ -52,7 +64,11 @@ function M.new(tier)
       order = self.order:index(layer) }
     self.views_of[layer] = views
     self.layers[layer] = ffi.new("kvl_hot", views.memory, views.slot_of, views.block_of,
-      views.order, nil, self.counters, nil, cache.format:of(layer))
+      views.order, nil, self.counters, nil, nil, nil, cache.format:of(layer))
+  end
+  for name, values in pairs(eviction and eviction:attach(cache) or {}) do
+    self.eviction = eviction
+    give(self, name, values)
   end
   self.miss = tensor.tensor(dev, "i32", { 2, heads * n })
   self.lists = tensor.tensor(dev, "i32", { 5, heads * n })
@@ -94,19 +110,18 @@ end
 --- From now on, evicts the block with the lowest priority instead of the least recently
 -- used. Returns the priorities, f32 [layers, kv_heads, blocks], one number for each
 -- block of the host tier; a policy writes to them. They start as zeros. Every call
--- returns the same tensor.
+-- returns the same tensor. Raises if the cache has an eviction that decides.
 ---@return kvlab.Tensor priority
 function HotCache:use_priority()
+  if self.eviction then
+    options.fail(('use_priority: the eviction %s decides what leaves, expected evict = '
+      .. '"lru"'):format(self.eviction.name))
+  end
   if self.priority then return self.priority end
   local cache = self.cache
   self.priority = tensor.zeros(cache.device, "f32",
     { cache.layers, cache.kv_heads, cache.blocks })
-  for layer = 0, cache.layers - 1 do
-    local priority = self.priority:index(layer)
-    self.views_of[layer].priority = priority
-    self.layers[layer].priority = priority
-    if self.ahead then self.ahead.layers[layer].priority = priority end
-  end
+  give(self, "priority", self.priority)
   return self.priority
 end
 
@@ -185,6 +200,7 @@ local function resolve(self, layer, selection, tables, views)
   call.hit_slots = overlap and views.hit_slots or nil
   call.miss_logical = overlap and views.miss_logical or nil
   call.miss_slots = overlap and views.miss_slots or nil
+  if self.eviction then self.eviction:rank(layer) end
   check(C.kvl_hot_resolve(self.layers[layer], call))
 end
 
@@ -195,6 +211,7 @@ function HotCache:attend(attention, selection, ctx, out, lse, hook)
     return self.present:attend(attention, selection, ctx, out, lse, hook)
   end
   selection = selection or ctx:everything()
+  if self.eviction then self.eviction:expect_scores(ctx) end
   local most = math.floor(self.slots / tonumber(selection.sizes[2]))
   if ctx.is_rows and ctx.seqs > most then
     return rows.in_parts(self, math.max(most, 1), attention, selection, ctx, out, lse,
@@ -244,7 +261,8 @@ local function new_ahead(self)
     views.marks = ahead.marks:index(layer)
     self.layers[layer].ahead = views.marks
     ahead.layers[layer] = ffi.new("kvl_hot", views.memory, views.slot_of, views.block_of,
-      views.order, views.priority, ahead.counters, views.marks, cache.format:of(layer))
+      views.order, views.priority, ahead.counters, views.marks, views.uses, views.age,
+      cache.format:of(layer))
   end
   return ahead
 end
@@ -273,15 +291,16 @@ local function bring(self, layer, tables, views)
   if self.tier.pending then -- a prefill chunk is on its way to the host tier
     check(C.kvl_ring_wait_offload(self.tier.ring, layer))
   end
+  if self.eviction then self.eviction:rank(layer) end
   check(C.kvl_hot_resolve(a.layers[layer], call))
   fetch(self, layer, views, a.bytes)
 end
 
 --- Starts to bring the blocks that ctx.layer is expected to select in a later step, while
--- later work on the current stream runs. Blocks that are present stay; the least
--- recently used ones make room. The next step begins when the blocks are there. If there
--- are too few slots for the selection, nothing is brought: the sequences of a prompt's
--- step need not decode together.
+-- later work on the current stream runs. Blocks that it names and that are present stay;
+-- others are evicted for the rest. The next step begins when the blocks are there. If
+-- there are too few slots for the selection, nothing is brought: the sequences of a
+-- prompt's step need not decode together.
 ---@param selection kvlab.Tensor  i32 [seqs, kv_heads or 1, n]
 ---@param ctx kvlab.Context
 ---@param wanted? boolean[]  for which sequences (all)
@@ -346,6 +365,7 @@ function HotCache:close()
   for _, views in pairs(self.views_of) do
     for _, view in pairs(views) do view:free() end
   end
+  if self.eviction then self.eviction:free() end
   for _, name in ipairs { "memory", "slot_of", "block_of", "order", "miss", "lists" } do
     self[name]:free()
   end

@@ -334,8 +334,8 @@ local function make_ramps(self)
            ramp = tensor.tensor(dev, "f32", { seqs, 1, self.width }) }
 end
 
---- How many tokens sequence i (from 0) holds in a layer: all of its text, unless some were
--- evicted.
+--- How many tokens sequence i (from 0) holds in a layer: all of its text, unless some
+-- were evicted.
 function Context:held(layer, i)
   local seq = self.sequences[i + 1]
   if not self.batch.use_layer then return seq:length() end

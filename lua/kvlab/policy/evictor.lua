@@ -4,10 +4,10 @@
 --   evict(self, ctx)    f32 [seqs, kv_heads, width * block_size]: the worth of each token
 --                       of the layer; higher stays longer. -inf and NaN count as lowest
 --
--- The budget of the policy says how many tokens each layer and KV head may hold; a ratio is
--- one of the prompt. Its sink and recent blocks are tokens that stay, counted in the text.
--- With the option keep_decoded, the budget is that of the prompt, and all decoded tokens
--- stay, too.
+-- The budget of the policy says how many tokens each layer and KV head may hold; a ratio
+-- is one of the prompt. Its sink and recent blocks are tokens that stay, counted in the
+-- text. With the option keep_decoded, the budget is that of the prompt, and all decoded
+-- tokens stay, too.
 --
 -- After a prompt, every layer and head keeps its budget's best tokens, in the order that
 -- they had. They are copied to fresh pages, and the old pages fall when the step is over.

@@ -334,10 +334,10 @@ end
 function prepare.new()
   local new = require "kvlab.shell.new"
   local kind, name = unpack(options.args)
-  local kinds = table.concat(new.KINDS, " or ")
+  local kinds = table.concat(new.KINDS, ", "):gsub(", (%l+)$", " or %1")
   if not name or #options.args > 2 then
     misuse("new takes a kind, %s, and a name", kinds)
-  elseif kind ~= "policy" and kind ~= "experiment" then
+  elseif not new.FOLDERS[kind] then
     misuse('new has no "%s"; expected %s', kind, kinds)
   end
   return function() return new.main(kind, name, options.path or ".") end

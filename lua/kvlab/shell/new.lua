@@ -1,10 +1,11 @@
---- The verb `new`: writes a working policy or experiment, to begin from.
+--- The verb `new`: writes a working policy, eviction or experiment, to begin from.
 --
 --   kvlab new policy NAME       ./policies/NAME.lua
+--   kvlab new eviction NAME     ./evictions/NAME.lua
 --   kvlab new experiment NAME   ./experiments/NAME.lua
 --
--- With --path=DIR it writes into DIR. The templates are new_policy.txt and
--- new_experiment.txt, in which NAME stands for the name.
+-- With --path=DIR it writes into DIR. The templates are new_policy.txt, new_eviction.txt
+-- and new_experiment.txt, in which NAME stands for the name.
 local files = require "kvlab.files"
 local named = require "kvlab.named"
 
@@ -16,32 +17,37 @@ local HERE = debug.getinfo(1, "S").source:match "^@(.*)new%.lua$"
 local NEXT = {
   policy = "kvlab test policy %s   holds it to what every policy owes\n"
     .. "kvlab time quest,%s   times it beside quest\n",
+  eviction = 'offload = { hot_slots = 512, evict = "NAME" }   is how a cache gets it\n',
   experiment = "kvlab run %s --quick   runs a small version\n",
 }
 
 --- The kinds of files that can be written.
-M.KINDS = { "policy", "experiment" }
+M.KINDS = { "policy", "eviction", "experiment" }
+
+--- Where each kind lies.
+M.FOLDERS = { policy = "policies", eviction = "evictions", experiment = "experiments" }
 
 --- Writes a template. Raises when the file exists, or the name is none.
 ---@param kind string   one of KINDS
 ---@param name string
----@param root string   the folder with policies/ and experiments/
+---@param root string   the folder with policies/, evictions/ and experiments/
 function M.main(kind, name, root)
   if not name:find "^[%a_][%w_]*$" then
     error(("new: the name is \"%s\", expected letters, digits and _"):format(name), 0)
   end
-  local folder = ("%s/%s"):format(root, kind == "policy" and "policies" or "experiments")
+  local folder = ("%s/%s"):format(root, M.FOLDERS[kind])
   local path = ("%s/%s.lua"):format(folder, name)
   if files.read(path) then error(("new: %s exists"):format(path), 0) end
-  local other = kind == "policy" and named.path_of("policies", name)
+  local other = kind ~= "experiment" and named.path_of(M.FOLDERS[kind], name)
   if other then
-    error(("new: there is a policy %s already, %s; choose another name"):format(name,
-      other), 0)
+    error(("new: there is %s %s already, %s; choose another name"):format(
+      kind == "policy" and "a policy" or "an eviction", name, other), 0)
   end
   files.make_folder(folder)
   local template = assert(files.read(("%snew_%s.txt"):format(HERE, kind)))
   files.write(path, (template:gsub("NAME", name)))
-  io.write(path, "\n", (NEXT[kind]:gsub("%%s", function() return path end)))
+  io.write(path, "\n", (NEXT[kind]:gsub("%%s", function() return path end)
+    :gsub("NAME", name)))
   return 0
 end
 

@@ -121,7 +121,8 @@ describe("a row's sources", function()
   it("are read in one place", function()
     local rooms = { "kvlab/tensor", "kvlab/text", "kvlab/memory", "kvlab/task",
                     "kvlab/index", "kvlab/policy", "kvlab/observe", "kvlab/serve",
-                    "models", "policies", "splits", "priorities", "tasks",
+                    "models", "policies", "splits", "priorities",
+                    "evictions", "tasks",
                     "experiments" }
     local allowed = { -- these write, or read what goes into no row
       ["kvlab/serve/trace.lua"] = 'io.open(path, "w")',

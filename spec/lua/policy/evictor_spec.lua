@@ -1,6 +1,6 @@
---- Eviction for good, against a reference that keeps lists of tokens (spec/reference): what
--- is held to the token, and the attention over it, for random scripts of prompts, decode
--- steps and forks.
+--- Eviction for good, against a reference that keeps lists of tokens (spec/reference):
+-- what is held to the token, and the attention over it, for random scripts of prompts,
+-- decode steps and forks.
 local kv = require "kvlab"
 local reference = require "spec.reference.eviction"
 local support = require "spec.support"
@@ -51,8 +51,8 @@ local function open(dev, o)
     blocks = 5 * most, block_size = size, kv_heads = KV_HEADS, head_dim = DIM,
     tables = o.tables }
   local policy = new_policy(o.policy, o.options)
-  local self = { dev = dev, cache = cache, policy = policy, size = size, seqs = {}, refs = {},
-    format = o.format or "f32", numbers = 0,
+  local self = { dev = dev, cache = cache, policy = policy, size = size, seqs = {},
+    refs = {}, format = o.format or "f32", numbers = 0,
     attention = kv.attention { cache = cache, heads = HEADS, decode_policy = policy,
                                max_seqs = 4, max_blocks = most },
     batch = cache:batch { max_seqs = 4, max_tokens = 64, max_blocks = most } }

@@ -46,6 +46,25 @@ describe("kvlab new #release", function()
     assert.equal("true\ttrue\n", ok("run", "a.lua"))
   end)
 
+  it("writes an eviction that a hot cache takes by its name", function()
+    has("./evictions/mine.lua\noffload = { hot_slots = 512, evict = \"mine\" } ",
+      ok("new", "eviction", "mine"))
+    files.write(folder .. "/a.lua", [[
+      local kv = require "kvlab"
+      local s = kv.synthetic { shape = "small", context = 512, device = "cpu",
+        decode_policy = kv.policy("quest", { blocks = 4 }),
+        offload = { slot_blocks = 1, hot_slots = 5, evict = "mine" } }
+      local seq = s:sequence(500)
+      for step = 1, 4 do
+        s:turn(1, step)
+        s:decode { seq }
+      end
+      print(kv.eviction("mine").name, s.cache.tier.hot:stats().evictions > 0)]])
+    assert.equal("mine\ttrue\n", ok("run", "a.lua"))
+    has("new: there is an eviction lfu already, ", (select(2, kvlab("new", "eviction",
+      "lfu"))))
+  end)
+
   it("writes an experiment that runs, also with a policy of one's own", function()
     ok("new", "policy", "mine")
     ok("new", "experiment", "first", "--path=.")
@@ -129,7 +148,7 @@ describe("kvlab new #release", function()
     has("new: ./policies/mine.lua exists", (select(2, kvlab("new", "policy", "mine"))))
     has('the name is "a-b", expected letters',
       (select(2, kvlab("new", "policy", "a-b"))))
-    has('new has no "x"; expected policy or experiment',
+    has('new has no "x"; expected policy, eviction or experiment',
       (select(2, kvlab("new", "x", "y"))))
     has("new: there is a policy quest already, ", (select(2, kvlab("new", "policy",
       "quest"))))

@@ -52,13 +52,14 @@ local function dtypes() return sorted.keys(library.dtypes) end
 
 local function formats() return pages.NAMES end
 local function policies() return require("kvlab.policy.policy").names() end
+local function evictions() return require("kvlab.policy.eviction").names() end
 local function devices() return { "auto", "cpu", "cuda", "cuda:0" } end
 
---- Names of Lua modules.
+--- Names of Lua modules in lua/kvlab and in the folders beside it.
 local function modules()
   local names = { "kvlab" }
   for _, folder in ipairs { "kvlab", "policies", "splits", "priorities",
-                            "models" } do
+                            "evictions", "models" } do
     for _, file in ipairs(files_of.list(library.paths.root .. "/lua/" .. folder)) do
       local name = file:match "^(.*)%.lua$"
       if name then names[#names + 1] = folder .. "." .. name end
@@ -91,6 +92,7 @@ end
 local EXPECTED = {
   { "kv%.model%s*%(?%s*$", models },
   { "kv%.policy%s*%(?%s*$", policies }, { "policy%s*=%s*$", policies },
+  { "kv%.eviction%s*%(?%s*$", evictions }, { "evict%s*=%s*$", evictions },
   { "format%s*=%s*$", formats }, { "codec%s*=%s*$", formats },
   { "dtype%s*=%s*$", dtypes }, { ":cast%s*%(?%s*$", dtypes },
   { "dtype_bytes%s*%(?%s*$", dtypes },
