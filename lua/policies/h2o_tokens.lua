@@ -4,7 +4,7 @@
 --         KV head evicts for itself, by the mean over its group
 -- Worth   sum over all queries since the token came, those of the prompt included, of
 --         the token's weight in their attention, exact
--- Worth   sum over all queries since the token came, those of the prompt included, of
+-- Cost    the prompt's weights are computed once more; 4 bytes for each held token
 -- Fails   an answer that no earlier query has looked at is not found
 local kv = require "kvlab"
 local e = kv.expr
