@@ -127,10 +127,10 @@ local function new_even(o, key, x, is_f32)
 end
 
 local function check_shape(what, key, amount, rows, shape)
-  local by_head = is_tensor(amount)
-  if #rows == shape.layers and (not by_head or #rows[1] == shape.kv_heads) then return end
+  local by_head, heads = is_tensor(amount), shape.kv_heads * (shape.cut_heads or 1)
+  if #rows == shape.layers and (not by_head or #rows[1] == heads) then return end
   options.fail(by_head and ("%s: %s is %s [%d, %d], expected [%d, %d]: layers, KV heads")
-    :format(what, key, DTYPES[key], #rows, amount:size(1), shape.layers, shape.kv_heads)
+    :format(what, key, DTYPES[key], #rows, amount:size(1), shape.layers, heads)
     or ("%s: %s is a list of %d, expected a number for each of %d layers"):format(what,
       key, #rows, shape.layers))
 end
@@ -227,6 +227,11 @@ function M.of_layer(budget, layer)
   if getmetatable(budget) ~= Ragged then return budget end
   return options.entry("budget", "layer", budget.layers, layer), budget.limits[layer],
     budget.split
+end
+
+--- Whether KV heads differ in what they have of a budget.
+function M.differs(budget)
+  return getmetatable(budget) == Ragged and next(budget.limits) ~= nil
 end
 
 --- The kvl_budgets of all layers and heads that differ, without min_blocks, sink and

@@ -367,6 +367,16 @@ function Context:ramp(low, high)
   return r.ramp:mul(high - low, ramp):add(low, ramp)
 end
 
+--- The limits of KV heads, [1, kv_heads], as those of the rows of a step in which each
+-- head is a sequence of its own.
+local function limits_of_rows(self, limits)
+  local heads = self.batch.cuts and self.batch.cuts.heads or 1
+  if not limits or heads == 1 then return limits end
+  local seqs = self.batch.cuts.count / heads
+  local rows = limits:expand({ seqs, heads }):reshape { seqs * heads, 1 }
+  return self.is_rows and rows:gather_rows(self.batch.owners) or rows
+end
+
 --- The budget of this step and layer, with the limits of its heads and what divides it
 -- among them. A prefill chunk also gets the blocks in which it lies, because a token sees
 -- itself. A row of a decode step gets its own block, because the summary of this block
@@ -374,6 +384,7 @@ end
 local function step_budget(self, what, budget)
   argument(what, "budget", budget, budgets.kind)
   local of_layer, limits, split = budgets.of_layer(budget, self.layer)
+  limits = limits_of_rows(self, limits)
   if self.is_prefill or self.is_rows then
     ffi.copy(self.chunk_budget, of_layer, ffi.sizeof(of_layer))
     self.chunk_budget.recent = math.max(of_layer.recent,
@@ -451,6 +462,7 @@ function Context:expect(scores, budget, most)
   argument("expect", "most", most, options.whole)
   local few = self.few_budget
   local of_layer, limits = budgets.of_layer(budget, self.layer)
+  limits = limits_of_rows(self, limits)
   local n = policy.budget_blocks(of_layer, math.ceil(self.total_kv_len / self.block_size))
   if n <= most then return (select_within(self, scores, of_layer, limits)) end
   budget = of_layer

@@ -19,6 +19,8 @@
 -- number of its place, says nothing about its age any more. The cache needs tables by
 -- layer or by head. Tables by layer hold the same tokens for all heads, which then have
 -- one worth, the mean over the heads.
+local budgets = require "kvlab.policy.budget"
+local context = require "kvlab.policy.context"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
@@ -42,13 +44,17 @@ local Evictor = {}
 Evictor.__index = Evictor
 
 --- Raises for what does not go with eviction.
-local function check_attention(o, cache)
+local function check_attention(o, cache, p)
   local lacks = cache.tables == "one" and "tables of a sequence that all layers share"
     or o.draft_policy and "drafts"
     or o.alibi and "ALiBi" or o.window and "a window"
+    or cache.tables == "layer" and p.split and p.split.heads
+      and "tables by layer, whose heads hold the same, and a split among heads"
+    or cache.tables == "layer" and budgets.differs(p.budget)
+      and "tables by layer, whose heads hold the same, and a budget of each head"
   if lacks then
     options.fail(("attention: policy %s evicts tokens, which does not go with %s"):format(
-      o.decode_policy.name, lacks))
+      p.name, lacks))
   end
 end
 
@@ -59,25 +65,44 @@ end
 function M.new(attention, o)
   local p, cache = attention.decode_policy, attention.cache
   if not p.evict then return nil end
-  check_attention(o, cache)
+  check_attention(o, cache, p)
   return setmetatable({ policy = p, cache = cache, attention = attention,
     positions = tally.tally(attention.shape, 1, 0, "token"),
-    tallies = attention.shape.token_tallies, free = {}, kept = {}, caps = {},
+    tallies = attention.shape.token_tallies, free = {}, token_contexts = {}, kept = {}, limits = {},
     heads = cache.cut_heads, layers = cache.layers }, Evictor)
 end
 
 -- ---- budgets --------------------------------------------------------------------------
 
-local function budget_of(self) return self.policy.budget end
+--- The kvl_budget of a layer, of the head that may hold most.
+local function budget_of(self, layer) return (budgets.of_layer(self.policy.budget, layer)) end
+
+--- What each head of a layer may hold, where heads differ: from 0, ratios or blocks.
+local function limits_of(self, layer)
+  local _, limits = budgets.of_layer(self.policy.budget, layer)
+  if not limits then return nil end
+  local list = self.limits[layer]
+  if not list then
+    list = {}
+    for i, x in ipairs(limits:list()) do list[i - 1] = x end
+    list.is_ratio = limits:type() == "f32"
+    self.limits[layer] = list
+  end
+  return list
+end
 
 --- How many tokens a layer and head may hold of a text of `length` tokens: whole blocks.
 local function cap_of(self, layer, head, length)
-  local size = self.cache.block_size
-  local budget = budget_of(self, layer, head)
-  if budget.ratio >= 1 then return NO_CAP end
-  local blocks = budget.blocks
-  if budget.ratio >= 0 then
-    blocks = C.kvl_budget_blocks(budget, math.ceil(length / size))
+  local size, budget = self.cache.block_size, budget_of(self, layer)
+  local limits = limits_of(self, layer)
+  local ratio, blocks = budget.ratio, budget.blocks
+  if limits then
+    ratio = limits.is_ratio and limits[head] or -1
+    blocks = limits.is_ratio and 0 or limits[head]
+  end
+  if ratio >= 1 then return NO_CAP end
+  if ratio >= 0 then
+    blocks = math.ceil(ratio * math.ceil(length / size) - 1e-6) -- as a budget rounds
   end
   return math.max(blocks, budget.min_blocks, budget.sink + budget.recent + 1) * size
 end
@@ -207,7 +232,7 @@ end
 
 local function replace(self, ctx, cuts, one, worth)
   local size = self.cache.block_size
-  local budget = budget_of(self, ctx.layer, 0)
+  local budget = budget_of(self, ctx.layer)
   call.scores, call.positions = worth, self.positions.layers[ctx.layer]
   call.firsts, call.tables = self.entry.firsts, cuts.tables
   call.lens, call.now, call.wanted = cuts.lens, cuts.positions, cuts.places
@@ -263,25 +288,65 @@ function Evictor:place(ctx, cuts, layer, q, memory)
   make_room(self, ctx, cuts, layer)
 end
 
---- The tokens that the heads of a sequence keep of a layer: i32 [heads, most], ascending.
-local function select(self, ctx, worth, first, caps, layer, length)
-  local heads, size = self.heads, self.cache.block_size
-  local budget = budget_of(self, layer, 0)
-  local own = worth and worth:narrow(first, heads)
+--- The worth of what the heads of a sequence hold of a layer, as it is compared: f32
+-- [heads, n]. Tokens that must stay come first.
+local function compared(self, ctx, worth, first, layer, length)
+  local heads, size, budget = self.heads, self.cache.block_size, budget_of(self, layer)
   local positions = self.positions:load(ctx):reshape { ctx.seqs, -1 }:narrow(first, heads)
-  own = own or positions
+  local own = worth and worth:narrow(first, heads) or positions
   own = own:ge(LOWEST):where(own, LOWEST)
-  own = positions:lt(budget.sink * size):where(math.huge,
+  return positions:lt(budget.sink * size):where(math.huge,
     positions:ge(length - budget.recent * size):where(math.huge, own))
+end
+
+--- Divides what the heads of a layer may hold among them, by what they hold: a context of
+-- one sequence whose blocks are tokens, for a split.
+local function divide(self, ctx, own, layer, caps, held)
+  local heads, n, dev = self.heads, own:size(1), own.device
+  local tokens = self.token_contexts[n]
+  if not tokens then
+    local shape = { device = dev, layers = self.layers, blocks = n, block_size = 1,
+      heads = heads, kv_heads = heads, head_dim = self.cache.head_dim, scale = 1 }
+    tokens = tensor.lasting(context.new, shape, { max_seqs = 1, max_blocks = n,
+      format = self.cache.format })
+    self.token_contexts[n] = tokens
+  end
+  local most, even = 0, {}
+  for head = 0, heads - 1 do
+    most = math.max(most, held[head])
+    even[head + 1] = math.min(caps[head], held[head])
+  end
+  tokens:begin({ seqs = {}, count = 1, width = n, max_len = most,
+    lens = tensor.from(dev, "i32", { 1 }, { most }) }, false)
+  tokens:begin_layer(layer, nil, nil)
+  local index = tensor.arange(dev, "i32", n):reshape { 1, n }
+  local lens = ctx.lens:narrow(ctx.first, heads):reshape { heads, 1 }
+  local scores = index:lt(lens):where(own, -math.huge):reshape { 1, heads, n }
+  local _, _, split = budgets.of_layer(self.policy.budget, layer)
+  local given = split:heads(tokens, scores, tensor.from(dev, "i32", { 1, heads }, even),
+    ffi.new("kvl_budget", -1, 0, 0, 0, 0)):list()
+  for head = 0, heads - 1 do caps[head] = math.max(1, math.min(given[head + 1], held[head])) end
+end
+
+--- The tokens that the heads of a sequence keep of a layer: i32 [heads, most], ascending.
+-- caps, by head from 0: how many; a split of the budget changes them, and waits for the
+-- device.
+local function select(self, ctx, worth, first, caps, held, layer, length)
+  local heads = self.heads
+  local own = compared(self, ctx, worth, first, layer, length)
+  local _, _, split = budgets.of_layer(self.policy.budget, layer)
+  if split and split.heads then
+    ctx.first = first
+    divide(self, ctx, own, layer, caps, held)
+  end
   local most = 0
   for head = 0, heads - 1 do most = math.max(most, caps[head]) end
   most = math.min(most, own:size(1))
   local kept = tensor.tensor(own.device, "i32", { heads, 1, most })
   for head = 0, heads - 1 do
-    local limit = ffi.new("kvl_budget", -1, caps[head], 0, 0, 0)
     ops.select(own:narrow(head, 1):reshape { 1, 1, own:size(1) },
-      ctx.lens:narrow(first + head, 1), 1, limit, kept:narrow(head, 1),
-      tensor.tensor(own.device, "i32", { 1, 1 }))
+      ctx.lens:narrow(first + head, 1), 1,
+      ffi.new("kvl_budget", -1, caps[head], 0, 0, 0), kept:narrow(head, 1))
   end
   return kept:reshape { heads, most }
 end
@@ -291,21 +356,22 @@ local function choose(self, ctx)
   local ends, batch = ctx.ends_prompts, ctx.batch.batch
   local worth
   for i = 1, batch.count do
-    local seq = batch.seqs[i]
-    if ends[(i - 1) * self.heads + 1] then
-      local length, caps, is_over = seq:length(), {}, false
+    local seq, first = batch.seqs[i], (i - 1) * self.heads
+    if ends[first + 1] then
+      local length, caps, held, is_over = seq:length(), {}, {}, false
       for head = 0, self.heads - 1 do
         caps[head] = cap_of(self, ctx.layer, head, length)
-        is_over = is_over or seq:held(ctx.layer, head) > caps[head]
+        held[head] = seq:held(ctx.layer, head)
+        is_over = is_over or held[head] > caps[head]
       end
       local kept = false
       if is_over then
         if worth == nil then worth = worth_of(self, ctx) or false end
-        kept = tensor.lasting(tensor.scope, select, self, ctx, worth,
-          (i - 1) * self.heads, caps, ctx.layer, length)
+        kept = tensor.lasting(tensor.scope, select, self, ctx, worth, first, caps, held,
+          ctx.layer, length)
       end
       self.kept[i] = self.kept[i] or {}
-      self.kept[i][ctx.layer] = kept
+      self.kept[i][ctx.layer] = { list = kept, caps = caps }
     end
   end
 end
@@ -359,19 +425,21 @@ local function compact(self, ctx, seq, layer, first, kept)
   show(self, seq, layer)
 end
 
---- Evicts what a sequence does not keep: of[layer] is what `select` returned, or false.
+--- Evicts what a sequence does not keep. of[layer]: the list that `select` returned, or
+-- false, and the caps.
 local function evict(self, ctx, seq, first, of)
-  local cuts, length, heads = self.layers * self.heads, seq:length(), self.heads
+  local cuts, heads = self.layers * self.heads, self.heads
   local kept, caps = ffi.new("int32_t[?]", cuts), ffi.new("int32_t[?]", cuts)
   for c = 0, cuts - 1 do
     local layer, head = math.floor(c / heads), c % heads
-    caps[c] = cap_of(self, layer, head, length)
+    caps[c] = of[layer].caps[head]
     kept[c] = math.min(seq:held(layer, head), caps[c])
     if self.policy.keep_decoded then caps[c] = NO_CAP end
   end
   check(C.kvl_sequence_keep(seq.handle, kept, caps))
   for layer = 0, self.layers - 1 do
-    if of[layer] then compact(self, ctx, seq, layer, first, of[layer]) end
+    local list = of[layer].list
+    if list then compact(self, ctx, seq, layer, first, list) end
   end
 end
 
