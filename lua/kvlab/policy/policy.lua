@@ -493,8 +493,9 @@ function M.define(def)
     local own = {}
     for _, name in ipairs(self.options) do own[name] = self[name] end
     MADE[self] = { make = make, given = own }
-    if self.split and self.split.path then
-      self.files = { self.split.path, unpack(class.files) }
+    if self.split then
+      self.files = { unpack(class.files) }
+      for _, path in ipairs(self.split.files) do table.insert(self.files, path) end
     end
     if type(def.summary) == "function" then
       local fields = kernel.check(with_fields(def, self), {}, class.expressions.numbers)

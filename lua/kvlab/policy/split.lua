@@ -30,8 +30,9 @@
 -- which is how wide the selection is. Where the host can read the numbers without
 -- waiting, on the CPU, it refuses those that are negative or have a larger sum than
 -- `even`; on a GPU it does with --check.
-local constructor = require "kvlab.constructor"
 local arguments = require "kvlab.arguments"
+local constructor = require "kvlab.constructor"
+local files = require "kvlab.files"
 local named = require "kvlab.named"
 local options = require "kvlab.options"
 local sources = require "kvlab.sources"
@@ -40,7 +41,7 @@ local M = {}
 
 ---@class kvlab.Split
 ---@field name string
----@field path string     the file that defines it
+---@field files string[]  that it was made from: of its definition, and of its name
 ---@field layers function|nil
 ---@field heads function|nil
 local Split = {}
@@ -86,8 +87,8 @@ function M.define(def)
   local takes, class = check_definition(def), { again = Split.again }
   local what = "split " .. def.name
   for key, value in pairs(def) do class[key] = value end
-  class.path = debug.getinfo(def.layers or def.heads, "S").source:match "^@(.*)$"
-  if class.path then sources.load(class.path) end
+  class.files = { debug.getinfo(def.layers or def.heads, "S").source:match "^@(.*)$" }
+  for _, path in ipairs(class.files) do sources.load(path) end
   class.__index = class
   function class.make(given)
     given = options.check(what, given, takes)
@@ -115,7 +116,14 @@ local function open(name, given)
     options.fail(("%s returns %s, expected what kv.split.define returns"):format(path,
       options.shown(make)))
   end
-  return make(given)
+  local self = make(given)
+  if not M.KIND[2](self) then
+    options.fail(("%s makes a %s, expected a split"):format(path, type(self)))
+  end
+  if files.real(path) ~= files.real(self.files[1] or "") then -- it is one of another file
+    self.files = { path, unpack(self.files) }
+  end
+  return self
 end
 
 return constructor(M, arguments.of("split", open, { name = options.string,
