@@ -36,6 +36,7 @@ local files = require "kvlab.files"
 local named = require "kvlab.named"
 local options = require "kvlab.options"
 local sources = require "kvlab.sources"
+local words = require "kvlab.words"
 
 local M = {}
 
@@ -60,11 +61,21 @@ M.KIND = { "the name of a split, or one that kv.split makes", function(x)
   return type(x) == "string" or type(x) == "table" and x.again == Split.again
 end }
 
+--- Whether a field is a function of the split's own: its name is not that of layers or
+-- heads, nor a misspelt one.
+local function is_helper(key, value)
+  if type(key) ~= "string" or type(value) ~= "function" or FIELDS[key] then
+    return false
+  end
+  local _, distance = words.nearest(key, { "layers", "heads" })
+  return distance > #key / 4
+end
+
 local function check_definition(def)
   local known = {}
   for key, kind in pairs(FIELDS) do known[key] = kind end
   for key, value in pairs(type(def) == "table" and def or {}) do
-    if type(value) == "function" and not FIELDS[key] then known[key] = options.fn end
+    if is_helper(key, value) then known[key] = options.fn end
   end
   options.check("split.define", def, known, 3)
   if not (def.layers or def.heads) then
@@ -75,6 +86,12 @@ local function check_definition(def)
     takes[key] = (def.takes or {})[key] or OF_TYPE[type(value)] or options.fail(
       ("split %s: the default of %s is a %s, expected a number, a text, true or false")
         :format(def.name, tostring(key), type(value)), 3)
+  end
+  for key in pairs(def.takes or {}) do
+    if not takes[key] then
+      options.fail(("split %s: takes has %s, expected one of its defaults"):format(
+        def.name, tostring(key)), 3)
+    end
   end
   return takes
 end
@@ -117,7 +134,7 @@ local function open(name, given)
       options.shown(make)))
   end
   local self = make(given)
-  if not M.KIND[2](self) then
+  if type(self) ~= "table" or not M.KIND[2](self) then
     options.fail(("%s makes a %s, expected a split"):format(path, type(self)))
   end
   if files.real(path) ~= files.real(self.files[1] or "") then -- it is one of another file

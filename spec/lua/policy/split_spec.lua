@@ -260,7 +260,13 @@ describe("kv.split", function()
     raises("the default of list is a table", kv.split.define,
       { name = "x", defaults = { list = {} }, layers = function() end })
     raises('"layer" is no option, did you mean layers?', kv.split.define,
-      { name = "x", layer = 3 })
+      { name = "x", layer = function() end, heads = function() end })
+    raises("split x: takes has shares, expected one of its defaults", kv.split.define,
+      { name = "x", defaults = { share = 1 }, takes = { shares = kv.policy.share },
+        layers = function() end })
+    local split = kv.split.define { name = "x", own = function() return 7 end,
+      layers = function(self) return self:own() end } {}
+    assert.equal(7, split:layers())
   end)
 
   it("lists the splits that there are", function()
