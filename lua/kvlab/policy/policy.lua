@@ -253,7 +253,7 @@ local function merge_options(def, given, level)
       end
       budget = name
       for other in pairs(BUDGETS) do merged[other] = nil end
-      budgets.check_amount(what, name, given[name], level + 1)
+      budgets.check_amount(what, key, given[name], name)
     end
     merged[key] = given[name]
   end
