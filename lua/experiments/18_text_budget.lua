@@ -22,8 +22,10 @@
 -- model: a name that ./kvlab get knows, a folder of Hugging Face or a GGUF file. text: a
 -- file for perplexity, or kjv, the King James Bible of Debian's package bible-kjv-text.
 -- format: what K and V are kept in (f32, f16, bf16, f8e4m3 or int8; model: the model's
--- dtype). Without a model here, a small one with random weights reads made-up sentences
--- (model = sample). It only serves as a test: its answers are never right.
+-- dtype). split: even, or the name of a split that divides the budget among layers or
+-- heads (lua/splits), which is then their mean. Without a model here, a small one with
+-- random weights reads made-up sentences (model = sample). It only serves as a test: its
+-- answers are never right.
 local downloads = require "kvlab.downloads"
 local files = require "kvlab.files"
 local kv = require "kvlab"
@@ -103,7 +105,8 @@ end
 
 local function policy_of(config)
   return kv.policy(config.policy, config.policy ~= "full" and
-    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0,
+      split = config.split ~= "even" and config.split or nil } or nil)
 end
 
 local KEYS = { "model", "dtype", "task", "length", "decode", "examples", "text",
@@ -221,7 +224,7 @@ kv.experiment.run {
   defaults = { model = downloads.find "smollm2" and kv.task.has_kjv() and "smollm2"
                  or "sample", text = "kjv", length = 2048, decode = 64, examples = 8,
                block_size = 16, question = "decode", chat = false, dtype = "bf16",
-               format = "model" },
+               format = "model", split = "even" },
   quick = { task = { "perplexity", "needle" }, budget = { 0.1 }, length = 512,
             decode = 24, examples = 4 },
   proportions = { score = "zero_one", "attention_mass", "bytes_share" },

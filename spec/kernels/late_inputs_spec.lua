@@ -24,6 +24,7 @@ local function inputs(dev, width)
     k = randn(dev, { SEQS * width, KV_HEADS, DIM }, 5),
     rows = randn(dev, { SEQS * width, HEADS, DIM }, 6),
     inv_freq = support.randn(dev, "f32", { DIM / 2 }, 7),
+    scores = support.randn(dev, "f32", { SEQS, 1, LENS[1] }, 8),
     lens = kv.from(dev, "i32", { SEQS }, LENS),
     tokens = kv.full(dev, "i32", { SEQS * width }, BLOCK) }
   local picked, places = {}, {}
@@ -44,8 +45,8 @@ local function attended(t)
 end
 
 --- `out` makes what the op writes into, since a launch between select and the op would
--- hold the op up. `run` gets the late inputs: tables [seqs, width], lens [seqs], list
--- [seqs * width].
+-- hold the op up. `run` gets the late inputs: tables [seqs, width], lens [seqs], limits
+-- [seqs, 1], list [seqs * width].
 local OPS = {
   attention = { out = attended, run = attend },
   ["attention over a selection"] = { out = attended,
@@ -65,6 +66,14 @@ local OPS = {
     run = function(t, at, out)
       kv.check(kv.C.kvl_block_minmax(t.cache, nil, at.list, t.tokens, nil, out))
     end },
+  ["select by limits"] = {
+    out = function(t)
+      return support.poisoned(t.device, "i32", { SEQS, 1, LENS[1] })
+    end,
+    run = function(t, at, out)
+      kv.check(kv.C.kvl_select(t.scores, t.lens, 1, kv.policy.recent(2), at.limits, out,
+        nil))
+    end },
   rope_append = {
     out = function(t) return t.rows:clone() end,
     run = function(t, at, out)
@@ -77,7 +86,7 @@ local function check(dev, width, name)
   local t, op, late = inputs(dev, width), OPS[name], {}
   local function views(selection, counts)
     return { tables = selection:reshape { SEQS, width }, lens = counts:reshape { SEQS },
-             list = selection:reshape { SEQS * width } }
+             limits = counts, list = selection:reshape { SEQS * width } }
   end
   local selection = kv.full(dev, "i32", { SEQS, 1, width }, 0)
   local counts = kv.full(dev, "i32", { SEQS, 1 }, 0)

@@ -36,6 +36,17 @@ end }
 local ONE = { ratio = options.share, tokens = options.whole, blocks = options.whole }
 local DTYPES = { ratio = "f32", tokens = "i32", blocks = "i32" }
 
+--- Whether x is a list of numbers, with no holes and nothing beside them.
+local function is_list(x)
+  if type(x) ~= "table" or #x == 0 then return false end
+  local count = 0
+  for key, value in pairs(x) do
+    if type(key) ~= "number" or type(value) ~= "number" then return false end
+    count = count + 1
+  end
+  return count == #x
+end
+
 --- What the options of an amount may be. The entries of lists and tensors are checked by
 -- check_amount, so that errors name them.
 M.AMOUNTS = {}
@@ -43,10 +54,7 @@ for key, kind in pairs(ONE) do
   M.AMOUNTS[key] = { ("%s, a list with one for each layer, or %s [layers, kv_heads]")
     :format(kind[1], DTYPES[key]), below = kind.below, function(x)
       if is_tensor(x) then return x:type() == DTYPES[key] and #x:dims() == 2 end
-      for i = 1, type(x) == "table" and #x or 0 do
-        if type(x[i]) ~= "number" then return false end
-      end
-      return kind[2](x) or type(x) == "table" and #x > 0
+      return kind[2](x) or is_list(x)
     end }
 end
 
@@ -80,13 +88,14 @@ end
 --- Raises for an entry of a list or tensor that is no amount.
 ---@param what string  "policy quest"
 ---@param key string   ratio, tokens or blocks
-function M.check_amount(what, key, amount, level)
+---@param name? string  what the option is called, if it is another name
+function M.check_amount(what, key, amount, name)
   if type(amount) == "number" then return end
   for i, row in ipairs(rows_of(amount)) do
     for h, x in ipairs(row) do
       if not ONE[key][2](x) then
-        error(("%s: %s of %s %s"):format(what, key, place_of(i, h, row),
-          options.problem(x, ONE[key])), level + 1)
+        options.fail(("%s: %s of %s %s"):format(what, name or key, place_of(i, h, row),
+          options.problem(x, ONE[key])))
       end
     end
   end
@@ -200,6 +209,7 @@ function M.make(o, shape)
     options.fail(("%s: %s is a %s, expected a number that split %s divides among layers")
       :format(what, key, is_tensor(amount) and "tensor" or "list", split.name))
   end
+  M.check_amount(what, key, amount) -- again, as it may have been written to
   local rows, name = rows_of(amount, shape.layers), key
   check_shape(what, key, amount, rows, shape)
   if key == "tokens" then in_blocks(rows, shape.block_size) end

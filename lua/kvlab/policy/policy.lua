@@ -262,7 +262,7 @@ local function merge_options(def, given, level)
       end
       budget = name
       for other in pairs(BUDGETS) do merged[other] = nil end
-      budgets.check_amount(what, name, given[name], level + 1)
+      budgets.check_amount(what, key, given[name], name)
     end
     merged[key] = given[name]
   end
@@ -506,8 +506,9 @@ function M.define(def)
     local own = {}
     for _, name in ipairs(self.options) do own[name] = self[name] end
     MADE[self] = { make = make, given = own }
-    if self.split and self.split.path then
-      self.files = { self.split.path, unpack(class.files) }
+    if self.split then
+      self.files = { unpack(class.files) }
+      for _, path in ipairs(self.split.files) do table.insert(self.files, path) end
     end
     if type(def.summary) == "function" then
       local fields = kernel.check(with_fields(def, self), {}, class.expressions.numbers)

@@ -30,17 +30,19 @@
 -- which is how wide the selection is. Where the host can read the numbers without
 -- waiting, on the CPU, it refuses those that are negative or have a larger sum than
 -- `even`; on a GPU it does with --check.
-local constructor = require "kvlab.constructor"
 local arguments = require "kvlab.arguments"
+local constructor = require "kvlab.constructor"
+local files = require "kvlab.files"
 local named = require "kvlab.named"
 local options = require "kvlab.options"
 local sources = require "kvlab.sources"
+local words = require "kvlab.words"
 
 local M = {}
 
 ---@class kvlab.Split
 ---@field name string
----@field path string     the file that defines it
+---@field files string[]  that it was made from: of its definition, and of its name
 ---@field layers function|nil
 ---@field heads function|nil
 local Split = {}
@@ -59,11 +61,21 @@ M.KIND = { "the name of a split, or one that kv.split makes", function(x)
   return type(x) == "string" or type(x) == "table" and x.again == Split.again
 end }
 
+--- Whether a field is a function of the split's own: its name is not that of layers or
+-- heads, nor a misspelt one.
+local function is_helper(key, value)
+  if type(key) ~= "string" or type(value) ~= "function" or FIELDS[key] then
+    return false
+  end
+  local _, distance = words.nearest(key, { "layers", "heads" })
+  return distance > #key / 4
+end
+
 local function check_definition(def)
   local known = {}
   for key, kind in pairs(FIELDS) do known[key] = kind end
   for key, value in pairs(type(def) == "table" and def or {}) do
-    if type(value) == "function" and not FIELDS[key] then known[key] = options.fn end
+    if is_helper(key, value) then known[key] = options.fn end
   end
   options.check("split.define", def, known, 3)
   if not (def.layers or def.heads) then
@@ -74,6 +86,12 @@ local function check_definition(def)
     takes[key] = (def.takes or {})[key] or OF_TYPE[type(value)] or options.fail(
       ("split %s: the default of %s is a %s, expected a number, a text, true or false")
         :format(def.name, tostring(key), type(value)), 3)
+  end
+  for key in pairs(def.takes or {}) do
+    if not takes[key] then
+      options.fail(("split %s: takes has %s, expected one of its defaults"):format(
+        def.name, tostring(key)), 3)
+    end
   end
   return takes
 end
@@ -86,8 +104,8 @@ function M.define(def)
   local takes, class = check_definition(def), { again = Split.again }
   local what = "split " .. def.name
   for key, value in pairs(def) do class[key] = value end
-  class.path = debug.getinfo(def.layers or def.heads, "S").source:match "^@(.*)$"
-  if class.path then sources.load(class.path) end
+  class.files = { debug.getinfo(def.layers or def.heads, "S").source:match "^@(.*)$" }
+  for _, path in ipairs(class.files) do sources.load(path) end
   class.__index = class
   function class.make(given)
     given = options.check(what, given, takes)
@@ -115,7 +133,14 @@ local function open(name, given)
     options.fail(("%s returns %s, expected what kv.split.define returns"):format(path,
       options.shown(make)))
   end
-  return make(given)
+  local self = make(given)
+  if type(self) ~= "table" or not M.KIND[2](self) then
+    options.fail(("%s makes a %s, expected a split"):format(path, type(self)))
+  end
+  if files.real(path) ~= files.real(self.files[1] or "") then -- it is one of another file
+    self.files = { path, unpack(self.files) }
+  end
+  return self
 end
 
 return constructor(M, arguments.of("split", open, { name = options.string,

@@ -54,11 +54,14 @@ describe("a budget", function()
       quest { ratio = by_head("f32", 0, 1, 0.5, NAN) })
     raises("blocks of layer 0, KV head 1 is -4, expected a whole number >= 0",
       quest { blocks = by_head("i32", 4, -4, 4, 4) })
+    raises("policy gsa: sparse_ratio of layer 1 is 2, expected 0 ... 1", kv.policy, "gsa",
+      { sparse_ratio = { 0.1, 2 } })
     raises("tokens of layer 1 is 2.5, expected a whole number >= 0",
       quest { tokens = { 32, 2.5 } })
     for _, wrong in ipairs { { ratio = {} }, { ratio = { "0.1" } }, { ratio = "0.1" },
         { ratio = by_head("i32", 1, 1, 1, 1) }, { ratio = kv.ones(cpu, "f32", { 4 }) },
-        { blocks = by_head("f32", 4, 4, 4, 4) }, { blocks = { first = 4 } } } do
+        { blocks = by_head("f32", 4, 4, 4, 4) }, { blocks = { first = 4 } },
+        { blocks = { 4, 4, first = 4 } }, { blocks = { 4, [3] = 4 } } } do
       raises("a list with one for each layer, or", quest(wrong))
     end
     raises("both blocks and ratio are given", quest { blocks = { 4, 4 }, ratio = 0.1 })
@@ -71,6 +74,13 @@ describe("a budget", function()
       { blocks = kv.full(cpu, "i32", { 2, 3 }, 8) })
     raises("ratio is f32 [3, 2], expected [2, 2]: layers, KV heads", attached,
       { ratio = kv.full(cpu, "f32", { 3, 2 }, 0.1) })
+  end)
+
+  it("is checked again when it is attached", function()
+    local list = { 0.5, 0.5 }
+    local policy = kv.policy("quest", { ratio = list })
+    list[2] = NAN
+    raises("ratio of layer 1 is nan", rig.new, cpu, { policy = policy })
   end)
 
   it("is refused below sink + recent", function()

@@ -1,9 +1,12 @@
 --- How budgets are divided among layers and heads. What adaptive selects is compared with
 -- a reference in plain Lua that sorts the scores of all heads.
+local files = require "kvlab.files"
 local kv = require "kvlab"
+local named = require "kvlab.named"
 local reference = require "spec.reference.attention"
 local rig = require "spec.rig"
 local support = require "spec.support"
+local temporary = require "spec.temporary"
 
 local cpu, raises = kv.device "cpu", support.raises
 local INF = math.huge
@@ -257,7 +260,13 @@ describe("kv.split", function()
     raises("the default of list is a table", kv.split.define,
       { name = "x", defaults = { list = {} }, layers = function() end })
     raises('"layer" is no option, did you mean layers?', kv.split.define,
-      { name = "x", layer = 3 })
+      { name = "x", layer = function() end, heads = function() end })
+    raises("split x: takes has shares, expected one of its defaults", kv.split.define,
+      { name = "x", defaults = { share = 1 }, takes = { shares = kv.policy.share },
+        layers = function() end })
+    local split = kv.split.define { name = "x", own = function() return 7 end,
+      layers = function(self) return self:own() end } {}
+    assert.equal(7, split:layers())
   end)
 
   it("lists the splits that there are", function()
@@ -265,8 +274,24 @@ describe("kv.split", function()
   end)
 
   it("is among the files that a policy's rows depend on", function()
-    local files = table.concat(kv.policy("quest", { split = "pyramid" }).files, " ")
-    assert.is_truthy(files:find("splits/pyramid.lua", 1, true))
-    assert.is_truthy(files:find("policies/quest.lua", 1, true))
+    local names = table.concat(kv.policy("quest", { split = "pyramid" }).files, " ")
+    assert.is_truthy(names:find("splits/pyramid.lua", 1, true))
+    assert.is_truthy(names:find("policies/quest.lua", 1, true))
+  end)
+
+  it("opens files that give another split other options", function()
+    local path = temporary.folder() .. "/milder.lua"
+    files.write(path, "return 0")
+    local pyramid = require "splits.pyramid"
+    named.give("splits", "milder", path, function() return pyramid { beta = 2 } end)
+    local split = kv.policy("quest", { split = "milder" }).split
+    assert.equal(2, split.beta)
+    assert.equal(path, split.files[1])
+    assert.is_truthy(split.files[2]:find("splits/pyramid.lua", 1, true))
+    named.give("splits", "milder", path, function() return {} end)
+    raises("milder.lua makes a table, expected a split", kv.split, "milder")
+    named.give("splits", "milder", path, 3)
+    raises("milder.lua returns 3, expected what kv.split.define returns", kv.split,
+      "milder")
   end)
 end)

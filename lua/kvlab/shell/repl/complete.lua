@@ -121,7 +121,7 @@ local function policy_options(text)
   local stem = inside and (" " .. inside):match "[%s,]([%a_]*)$"
   local ok, policy = pcall(require "kvlab.policy.policy", name)
   if not stem or not ok then return nil end
-  local names = { "ratio", "tokens", "blocks", unpack(policy.options) }
+  local names = { "ratio", "tokens", "blocks", "split", unpack(policy.options) }
   return stem, matching(names, stem), " = "
 end
 
