@@ -68,14 +68,17 @@ function M.new(attention, o)
   check_attention(o, cache, p)
   return setmetatable({ policy = p, cache = cache, attention = attention,
     positions = tally.tally(attention.shape, 1, 0, "token"),
-    tallies = attention.shape.token_tallies, free = {}, token_contexts = {}, kept = {}, limits = {},
+    tallies = attention.shape.token_tallies, free = {}, token_contexts = {}, kept = {},
+    limits = {},
     heads = cache.cut_heads, layers = cache.layers }, Evictor)
 end
 
 -- ---- budgets --------------------------------------------------------------------------
 
 --- The kvl_budget of a layer, of the head that may hold most.
-local function budget_of(self, layer) return (budgets.of_layer(self.policy.budget, layer)) end
+local function budget_of(self, layer)
+  return (budgets.of_layer(self.policy.budget, layer))
+end
 
 --- What each head of a layer may hold, where heads differ: from 0, ratios or blocks.
 local function limits_of(self, layer)
@@ -325,7 +328,9 @@ local function divide(self, ctx, own, layer, caps, held)
   local _, _, split = budgets.of_layer(self.policy.budget, layer)
   local given = split:heads(tokens, scores, tensor.from(dev, "i32", { 1, heads }, even),
     ffi.new("kvl_budget", -1, 0, 0, 0, 0)):list()
-  for head = 0, heads - 1 do caps[head] = math.max(1, math.min(given[head + 1], held[head])) end
+  for head = 0, heads - 1 do
+    caps[head] = math.max(1, math.min(given[head + 1], held[head]))
+  end
 end
 
 --- The tokens that the heads of a sequence keep of a layer: i32 [heads, most], ascending.

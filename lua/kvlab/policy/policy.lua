@@ -531,9 +531,10 @@ function M.attach(self, shape)
     head_dim = shape.head_dim }, 2)
   shape.dtype = shape.format.dtype
   self.shape = shape
-  if self.split and self.split.heads and (shape.cut_heads or 1) > 1 and not self.evict then
-    options.fail(("policy %s: split %s divides a budget among heads, which does not go with "
-      .. "tables by head"):format(self.name, self.split.name))
+  local by_head = (shape.cut_heads or 1) > 1
+  if by_head and self.split and self.split.heads and not self.evict then
+    options.fail(("policy %s: split %s divides a budget among heads, which does not go "
+      .. "with tables by head"):format(self.name, self.split.name))
   end
   self.budget = budgets.make(self, shape)
   if self.init then self:init(shape) end
