@@ -130,7 +130,7 @@ function Sequence:compute(layer, q, k, v, is_prompt)
         out[t][head * o.group + g] = sum
       end
     end
-    table.insert(self.queries[layer], q[t])
+    if is_prompt then table.insert(self.queries[layer], q[t]) end
   end
   return out
 end
@@ -143,6 +143,7 @@ function Sequence:finish(n, ends_prompt)
   if not ends_prompt then return end
   self.cap = o.cap(self.length)
   for layer = 0, o.layers - 1 do
+    local queries = self.queries[layer] -- of this prompt
     for head = 0, o.by == "layer" and 0 or o.kv_heads - 1 do
       local tokens = self.held[layer][head]
       local list, order, is_kept = worths(self, layer, head), {}, {}
@@ -163,6 +164,7 @@ function Sequence:finish(n, ends_prompt)
         self.held[layer][h] = kept
       end
     end
+    for i = #queries, 1, -1 do queries[i] = nil end
   end
 end
 

@@ -602,9 +602,8 @@ end
 -- Less than any number of a row by this is no row.
 local NO_ROW = -2 ^ 30
 
---- The keys of the first `length` tokens of sequence i, from where the cache has them,
--- and zeros up to the end of the last block: f32 [kv_heads, columns, head_dim].
-local function keys_of(self, layer, i, length, dim)
+local function keys_of(self, layer, i, length)
+  local dim = self.batch.cache.head_dim
   local dev, heads, size = self.device, self.kv_heads, self.block_size
   local blocks = math.ceil(length / size)
   local columns, rows = blocks * size, heads * blocks * size
@@ -622,7 +621,7 @@ local function attention_weights(self, queries, layer, i, length)
   self:use_layer(layer)
   local dev, count, cap = self.device, queries:size(0), self.soft_cap or 0
   local window = self.windows and self.windows[layer] or self.window or 0
-  local keys = keys_of(self, layer, i, length, queries:size(2))
+  local keys = keys_of(self, layer, i, length)
   local columns, unit = keys:size(1), cap > 0 and cap or 1
   local scores = self:group_queries(queries, layer, 0, count):matmul_t(keys)
   scores:mul(self.scale / unit, scores)
@@ -638,6 +637,14 @@ local function attention_weights(self, queries, layer, i, length)
   end
   of_heads:add(bias, of_heads)
   return scores:softmax(1, scores)
+end
+
+--- The keys of the first `length` tokens that sequence i (from 0) holds in a layer, from
+-- where the cache has them: f32 [kv_heads, columns, head_dim], with zeros from `length`
+-- to the end of the last block. A new tensor.
+function Context:keys(layer, i, length)
+  self:use_layer(layer)
+  return tensor.scope(keys_of, self, layer, i, length)
 end
 
 --- The share of their attention that queries of a sequence pay to each of its tokens,
@@ -720,6 +727,7 @@ arguments.methods(Context, "a context", {
                      count = options.whole, most = options.whole },
   causal_bias = { rows = options.whole, columns = options.whole, start = options.number,
                   per = options.positive },
+  keys = { layer = options.whole, i = options.whole, length = options.count },
   attention_weights = { queries = kinds.tensor, layer = options.whole,
                         i = options.whole, length = options.whole },
   score_on_host = { fn = options.callable },

@@ -6,8 +6,8 @@
 --
 -- The budget of the policy says how many tokens each layer and KV head may hold; a ratio
 -- is one of the prompt. Its sink and recent blocks are tokens that stay, counted in the
--- text. With the option keep_decoded, the budget is that of the prompt, and all decoded
--- tokens stay, too.
+-- text. Of a policy with prompt_only, and with the option keep_decoded, the budget is
+-- that of the prompt, and all decoded tokens stay, too.
 --
 -- After a prompt, every layer and head keeps its budget's best tokens, in the order that
 -- they had. They are copied to fresh pages, and the old pages fall when the step is over.
@@ -69,7 +69,7 @@ function M.new(attention, o)
   return setmetatable({ policy = p, cache = cache, attention = attention,
     positions = tally.tally(attention.shape, 1, 0, "token"),
     tallies = attention.shape.token_tallies, free = {}, token_contexts = {}, kept = {},
-    limits = {},
+    limits = {}, keeps_decoded = p.prompt_only or p.keep_decoded,
     heads = cache.cut_heads, layers = cache.layers }, Evictor)
 end
 
@@ -259,7 +259,7 @@ local function make_room(self, ctx, cuts, layer)
   local entry = self.entry
   local one = entry.by_layer[layer]
   ctx.new_tokens = nil -- they are not there yet
-  local worth = worth_of(self, ctx)
+  local worth = not self.keeps_decoded and worth_of(self, ctx) or nil
   C.kvl_interrupt_hold(1) -- what is noted as done is done
   local ok, why = pcall(take_places, self, ctx, cuts, one, entry, worth)
   C.kvl_interrupt_hold(-1)
@@ -439,7 +439,7 @@ local function evict(self, ctx, seq, first, of)
     local layer, head = math.floor(c / heads), c % heads
     caps[c] = of[layer].caps[head]
     kept[c] = math.min(seq:held(layer, head), caps[c])
-    if self.policy.keep_decoded then caps[c] = NO_CAP end
+    if self.keeps_decoded then caps[c] = NO_CAP end
   end
   check(C.kvl_sequence_keep(seq.handle, kept, caps))
   for layer = 0, self.layers - 1 do

@@ -57,6 +57,8 @@
 --                                          nil where the oldest goes first. Tokens are
 --                                          evicted for good, see policy/evictor.lua; the
 --                                          budget then says how many are held
+--     prompt_only = true                   it evicts at the end of a prompt alone, and
+--                                          decoded tokens stay
 --     select_blocks(self, ctx)             selection i32 [seqs, kv_heads or 1, n] and
 --                                          counts, or nil for every block. Default:
 --                                          sink, recent and the best scores within the
@@ -174,7 +176,7 @@ local FIELDS = {
   name = options.required(options.string), prefill = options.boolean,
   decode = options.boolean, defaults = options.table, takes = options.table,
   aliases = options.table, watches_prompt = options.boolean, eager = options.boolean,
-  takes_less = options.boolean,
+  takes_less = options.boolean, prompt_only = options.boolean,
   own_bytes = options.either(options.not_negative, options.fn),
   summary = { "a table or a function", function(x)
     return type(x) == "table" or type(x) == "function"
@@ -221,7 +223,7 @@ local function known_options(def)
   for key, value in pairs(def.defaults) do known[key] = OF_TYPE[type(value)] end
   for key, kind in pairs(BUDGETS) do known[key] = kind end
   for key in pairs(COMMON) do known[key] = M.whole end
-  if def.evict then known.keep_decoded = options.boolean end
+  if def.evict and not def.prompt_only then known.keep_decoded = options.boolean end
   known.split = splits.KIND
   for key, kind in pairs(def.takes) do
     local of_type = known[key]

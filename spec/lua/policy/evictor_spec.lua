@@ -15,6 +15,58 @@ function worth.streaming_tokens(token) return token.position end
 function worth.tova(token) return token.newest end
 function worth.h2o_tokens(token) return token.mass end
 
+function worth.knorm(token) return -math.sqrt(reference.dot(token.k, token.k)) end
+
+--- What is computed once for all tokens of a layer and head, at the end of a prompt.
+local function once(seq, layer, head, make)
+  local kept = seq.kept or {}
+  seq.kept = kept
+  local key = ("%d %d %d"):format(layer, head, seq.length)
+  kept[key] = kept[key] or make()
+  return kept[key]
+end
+
+local function anchor_of(tokens)
+  local sum = {}
+  for d = 1, #tokens[1].k do sum[d] = 0 end
+  for _, token in ipairs(tokens) do
+    local length = math.sqrt(reference.dot(token.k, token.k))
+    for d, x in ipairs(token.k) do sum[d] = sum[d] + x / length end
+  end
+  return sum
+end
+function worth.keydiff_tokens(token, seq, layer, head)
+  local anchor = once(seq, layer, head, function()
+    return anchor_of(seq.held[layer][head])
+  end)
+  return -reference.dot(token.k, anchor)
+    / math.sqrt(reference.dot(token.k, token.k) * reference.dot(anchor, anchor))
+end
+
+local WINDOW, POOL = 6, 3
+local function votes_of(seq, layer, head)
+  local tokens, votes, pooled = seq.held[layer][head], {}, {}
+  local queries = seq.queries[layer]
+  for i = 1, #tokens do votes[i] = 0 end
+  local count = math.min(WINDOW, #queries)
+  for back = count - 1, 0, -1 do
+    local seen = { unpack(tokens, 1, #tokens - back) }
+    for g = 1, GROUP do
+      local weights = reference.weights(queries[#queries - back][head * GROUP + g], seen,
+        DIM ^ -0.5)
+      for i, w in ipairs(weights) do votes[i] = votes[i] + w / (GROUP * count) end
+    end
+  end
+  for i = 1, #tokens do
+    pooled[i] = i > #tokens - count and math.huge
+      or ((votes[i - 1] or 0) + votes[i] + (votes[i + 1] or 0)) / POOL
+  end
+  return pooled
+end
+function worth.snapkv_tokens(_, seq, layer, head, i)
+  return once(seq, layer, head, function() return votes_of(seq, layer, head) end)[i]
+end
+
 -- A worth without a paper: a random number for each position.
 local LOTS = {}
 do
@@ -59,7 +111,7 @@ local function open(dev, o)
   local sink, recent, least = policy.sink, policy.recent, policy.min_blocks
   self.ref = { layers = LAYERS, kv_heads = KV_HEADS, group = GROUP, dim = DIM,
     by = o.tables, sink = sink * size, recent = recent * size,
-    keep_decoded = o.options.keep_decoded, worth = worth[o.policy],
+    keep_decoded = o.options.keep_decoded or policy.prompt_only, worth = worth[o.policy],
     cap = function(length)
       local blocks = math.ceil(length / size)
       local amount = o.options.blocks or math.ceil(o.options.ratio * blocks - 1e-9)
@@ -219,6 +271,8 @@ local function random_script(self, rng, steps)
   end
 end
 
+local PROMPT_ONLY = { knorm = true, keydiff_tokens = true, snapkv_tokens = true }
+
 local BUDGETS = { { blocks = 4 }, { ratio = 0.4, min_blocks = 2 },
   { blocks = 5, sink = 1, recent = 2 }, { ratio = 1 },
   { blocks = 3, keep_decoded = true } }
@@ -232,6 +286,8 @@ local function specs(dev)
             for _, size in ipairs { 4, 1 } do
               local o = {}
               for key, value in pairs(options) do o[key] = value end
+              if name == "snapkv_tokens" then o.window, o.pool = WINDOW, POOL end
+              if PROMPT_ONLY[name] then o.keep_decoded = nil end
               local self = open(dev, { policy = name, options = o, tables = tables,
                 block_size = size })
               random_script(self, support.rng(10 * i + size), 25)

@@ -1,0 +1,28 @@
+--- Knorm: keeps the tokens whose keys are short, whatever the queries are.
+-- Source  Devoto et al. 2024, arXiv:2406.11430. As there, for each KV head, and once
+--         after the prompt; the paper leaves the first two layers whole, as a budget by
+--         layer does here (ratio = { 1, 1, 0.1, … })
+-- Worth   -|k|
+-- Cost    reads the keys once, after the prompt
+-- Fails   models in which long keys are attended to
+local kv = require "kvlab"
+
+local function worth_of(ctx, i, out)
+  local keys = ctx:keys(ctx.layer, i, ctx:held(ctx.layer, i))
+  local index = kv.arange(ctx.device, "i32", out:size(1)):expand(out:dims());
+  (keys * keys):sum(2):sqrt():neg():gather(index, out)
+end
+
+return kv.policy.define {
+  name = "knorm", decode = true, own_bytes = 0, prompt_only = true,
+  defaults = { ratio = 0.1, min_blocks = 4, sink = 0, recent = 0 },
+
+  evict = function(_, ctx)
+    local worth = kv.zeros(ctx.device, "f32",
+      { ctx.seqs, ctx.kv_heads, ctx.width * ctx.block_size })
+    for i = 0, ctx.seqs - 1 do
+      if ctx.ends_prompts[i + 1] then kv.scope(worth_of, ctx, i, worth:index(i)) end
+    end
+    return worth
+  end,
+}

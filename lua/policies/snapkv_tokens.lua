@@ -1,0 +1,66 @@
+--- SnapKV: the prompt's last queries vote once for the tokens that the answer will need,
+-- and the other tokens are evicted.
+-- Source  Li et al. 2024, arXiv:2404.14469. As there, the votes are pooled over
+--         neighbours, all tokens of the window stay, and so do all decoded ones. Each KV
+--         head votes for itself, by the mean over its group; pooling is the mean over
+--         `pool` tokens, with zeros past the ends
+-- Worth   the attention that the prompt's last `window` queries pay to the token, exact,
+--         the mean over them and a group's heads, pooled
+-- Cost    the products of the window with all keys, once after the prompt; 4 * window *
+--         heads bytes a token, for one layer at a time
+-- Fails   questions that come after the prompt
+local kv = require "kvlab"
+
+local function keep_queries(self, ctx, seq, _, first, count)
+  local kept = seq.state[self] or {}
+  kept[ctx.layer] = ctx:newest_queries(kept[ctx.layer], first, count, self.window)
+  seq.state[self] = kept
+end
+
+--- The mean over `pool` neighbours: f32 [heads, n].
+local function pooled(votes, pool)
+  local heads, n = votes:size(0), votes:size(1)
+  local sum = kv.zeros(votes.device, "f32", { heads, n })
+  local index = kv.arange(votes.device, "i32", n)
+  for off = -math.floor(pool / 2), math.ceil(pool / 2) - 1 do -- past the ends are zeros
+    sum:add(votes:gather((index + off):expand { heads, n }), sum)
+  end
+  return sum / pool
+end
+
+--- Writes the worth of what sequence i (from 0) holds to `out`, f32 [kv_heads, n].
+local function vote(self, ctx, i, out)
+  local queries = ctx.sequences[i + 1].state[self][ctx.layer]
+  local held, n = ctx:held(ctx.layer, i), out:size(1)
+  local votes = pooled(ctx:attention_weights(queries, ctx.layer, i, held):mean(1),
+    self.pool)
+  local index = kv.arange(ctx.device, "i32", n):expand(out:dims())
+  votes = votes:gather(index) -- zeros from its end on
+  index:ge(held - queries:size(0)):where(math.huge, votes, out)
+end
+
+return kv.policy.define {
+  name = "snapkv_tokens", decode = true, own_bytes = 0, watches_prompt = true,
+  prompt_only = true,
+  defaults = { ratio = 0.1, min_blocks = 4, sink = 0, recent = 0, window = 32, pool = 5 },
+  takes = { window = kv.policy.count, pool = kv.policy.count },
+
+  attention_finished = function(self, ctx)
+    if ctx.is_prefill then ctx:each_sequence(keep_queries, self) end
+  end,
+  evict = function(self, ctx)
+    local worth = kv.zeros(ctx.device, "f32",
+      { ctx.seqs, ctx.kv_heads, ctx.width * ctx.block_size })
+    for i = 0, ctx.seqs - 1 do
+      if ctx.ends_prompts[i + 1] then
+        kv.scope(vote, self, ctx, i, worth:index(i))
+        ctx.sequences[i + 1].state[self][ctx.layer] = nil
+      end
+    end
+    return worth
+  end,
+  inherit = function(self, seq, fork)
+    fork.state[self] = {}
+    for layer, q in pairs(seq.state[self] or {}) do fork.state[self][layer] = q end
+  end,
+}
