@@ -1,0 +1,220 @@
+--- Engines whose policy evicts tokens: replayed = launched, chunked = whole, everything
+-- kept = dense, a failed step = no step, and what is refused. That the right tokens go is
+-- in spec/lua/policy/evictor_spec.lua.
+local interrupted = require "spec.interrupted"
+local kv = require "kvlab"
+local support = require "spec.support"
+local tiny = require "spec.models.tiny"
+
+local BLOCK = 4
+local NAMES = { "streaming_tokens", "tova", "h2o_tokens", "knorm", "keydiff_tokens",
+                "snapkv_tokens" }
+
+local function tokens(n, first)
+  local list = {}
+  for i = 1, n do list[i] = ((i + (first or 0)) * 37 + 11) % 97 end
+  return list
+end
+
+local function open(dev, o)
+  local policy = o.policy
+  if type(policy) == "string" then policy = kv.policy(policy, o.options) end
+  return tiny.attentive(dev):engine { blocks = o.blocks or 60, block_size = BLOCK,
+    chunk = o.chunk or 64, max_seqs = 4, max_blocks = 50, tables = o.tables or "head",
+    graph = o.graph, policy = policy, draft_policy = o.draft_policy }
+end
+
+--- Two prompts, decode steps of one and of both, a fork, and a prompt that goes on: the
+-- logits of all steps, and the free pages at the end.
+local function play(dev, o)
+  local e, out = open(dev, o), {}
+  local function keep(logits)
+    for _, x in ipairs(logits:list()) do out[#out + 1] = x end
+  end
+  local a, b = e:sequence(), e:sequence()
+  keep(e:prefill(a, tokens(45)))
+  for i = 1, 5 do keep(e:decode({ a }, { i })) end
+  keep(e:prefill(b, tokens(30, 7)))
+  for i = 1, 10 do keep(e:decode({ b, a }, { i, 2 * i })) end
+  local c = a:fork()
+  for i = 1, 6 do keep(e:decode({ a, c }, { i, 3 * i })) end
+  keep(e:prefill(c, tokens(20, 3)))
+  for i = 1, 6 do keep(e:decode({ c }, { i })) end
+  local free, held = e.cache:pages_free(), {}
+  for _, seq in ipairs { a, b, c } do held[#held + 1] = seq:held(1, 0) end
+  for _, seq in ipairs { a, b, c } do e:finish(seq) end
+  assert.equal(e.cache.pages, e.cache:pages_free())
+  e.cache:close()
+  return out, free, held
+end
+
+local function close(got, want, tolerance, what)
+  assert.equal(#want, #got)
+  for i, x in ipairs(want) do
+    assert(math.abs(got[i] - x) <= tolerance, ("%s: %g, expected %g"):format(what, got[i],
+      x))
+  end
+end
+
+local function specs(dev)
+  for _, name in ipairs(NAMES) do
+    for _, tables in ipairs { "layer", "head" } do
+      it(("of %s, tables by %s, is the same in chunks and replayed"):format(name, tables),
+        function()
+          local o = { policy = name, tables = tables, options = { blocks = 4 } }
+          local want, free, held = play(dev, o)
+          o.graph = true
+          local got, free_too, held_too = play(dev, o)
+          close(got, want, 0, "replayed")
+          assert.equal(free, free_too)
+          assert.same(held, held_too)
+          assert.is_true(held[1] < 45 and (held[1] == 16 or held[1] == 16 + 21), held[1])
+          o.graph, o.chunk = nil, 7
+          close((play(dev, o)), want, 2e-4, "in chunks")
+        end)
+    end
+  end
+
+  it("of a budget that keeps everything is dense attention", function()
+    local want = play(dev, { policy = "full", tables = "one" })
+    for _, name in ipairs(NAMES) do
+      close((play(dev, { policy = name, options = { ratio = 1 } })), want, 0, name)
+    end
+  end)
+
+  it("gives the pages of evicted tokens to others", function()
+    local e = open(dev, { policy = "tova", options = { blocks = 4 }, blocks = 31 })
+    local seqs = {}
+    for i = 1, 4 do -- each prompt takes 15 blocks, and 4 stay
+      seqs[i] = e:sequence()
+      e:prefill(seqs[i], tokens(60, i))
+      assert.equal(31 - 4 * i, e.cache:blocks_free())
+      if i == 1 then
+        local want = e.cache:pages_free()
+        for step = 1, 100 do e:decode({ seqs[1] }, { step % 97 }) end
+        assert.equal(want, e.cache:pages_free())
+        assert.equal(16, seqs[1]:held(0, 0))
+        assert.equal(160, seqs[1]:length())
+      end
+    end
+    e.cache:close()
+  end)
+
+  it("leaves everything as it was where pages for what stays are missing", function()
+    local e = open(dev, { policy = "tova", options = { blocks = 4 }, blocks = 18 })
+    local a, b = e:sequence(), e:sequence()
+    e:prefill(a, tokens(8))
+    support.raises("an eviction needs", e.prefill, e, b, tokens(63, 1))
+    assert.equal(0, b:length())
+    assert.equal(16, e.cache:blocks_free())
+    e:prefill(b, tokens(40, 1)) -- 10 of 16 blocks, and 4 for what stays
+    assert.equal(12, e.cache:blocks_free())
+    e.cache:close()
+  end)
+end
+
+describe("eviction", function()
+  support.each_device(specs)
+
+  local cpu = kv.device "cpu"
+
+  it("is whole or none where Ctrl-C comes at any call", function()
+    for _, name in ipairs { "h2o_tokens", "snapkv_tokens" } do
+      local o = { policy = name, options = { blocks = 3 } }
+      local function start()
+        local e = open(cpu, o)
+        local seq = e:sequence()
+        e:prefill(seq, tokens(10))
+        return e, seq
+      end
+      local e, seq = start()
+      local want = { e:prefill(seq, tokens(20, 5)):list() }
+      want[2] = e:decode({ seq }, { 4 }):list()
+      e.cache:close()
+      e, seq = start()
+      jit.flush() -- compiled code calls no hook
+      for at, call in ipairs { function() return e:prefill(seq, tokens(20, 5)) end,
+                               function() return e:decode({ seq }, { 4 }) end } do
+        local nth, failed, ok, result = 1, 0
+        local length, free = seq:length(), e.cache:pages_free()
+        repeat
+          ok, result = interrupted.call(e.cache, call, nth, failed % 2 == 0)
+          if not ok then
+            assert.matches("interrupted", tostring(result))
+            assert.equal(length, seq:length())
+            assert.equal(free, e.cache:pages_free())
+            failed, nth = failed + 1, nth + 1 + math.floor(nth / 12)
+          end
+        until ok
+        assert.is_true(failed > 30, failed)
+        close(result:list(), want[at], 0, name)
+      end
+      e.cache:close()
+    end
+  end)
+
+  it("refuses what does not go with it", function()
+    support.raises("policy tova evicts tokens, which does not go with tables of a "
+      .. "sequence that all layers share", open, cpu, { policy = "tova", tables = "one" })
+    support.raises("does not go with drafts", open, cpu, { policy = "tova",
+      draft_policy = kv.policy "quest" })
+    support.raises("a split among heads", open, cpu, { policy = "snapkv_tokens",
+      tables = "layer", options = { split = "adaptive" } })
+    support.raises("a budget of each head", open, cpu, { policy = "tova",
+      tables = "layer", options = { ratio = kv.full(cpu, "f32", { 2, 2 }, 0.5) } })
+    support.raises("expected [2, 2]: layers, KV heads", open, cpu, { policy = "tova",
+      options = { ratio = kv.full(cpu, "f32", { 2, 3 }, 0.5) } })
+    support.raises('"keep_decoded" is no option', kv.policy, "knorm",
+      { keep_decoded = false })
+    local e = open(cpu, { policy = "tova", options = { blocks = 3 } })
+    local seq = e:sequence()
+    e:prefill(seq, tokens(30))
+    support.raises("expected one token of each sequence in a decode step", e.verify, e,
+      { seq }, { 2 }, { 1, 2 })
+    assert.equal(30, seq:length())
+    support.raises("other tokens were evicted", seq.truncate, seq, 20)
+    for i = 1, 5 do e:decode({ seq }, { i }) end
+    support.raises("length is 33, expected 0 or 35 ... 35", seq.truncate, seq, 33)
+    seq:truncate(0)
+    e:prefill(seq, tokens(5))
+    assert.equal(5, seq:held(0, 0))
+    e.cache:close()
+  end)
+
+  it("names a worth of another shape", function()
+    local define = kv.policy.define
+    local function wrong(evict)
+      local e = open(cpu, { policy = define { name = "mine", decode = true,
+        evict = evict } { blocks = 3 } })
+      local seq = e:sequence()
+      local ok, why = pcall(e.prefill, e, seq, tokens(30))
+      e.cache:close()
+      assert.is_false(ok)
+      return why
+    end
+    assert.matches("policy mine: evict returns .* expected f32 %[2, 1 or 1, 200%]: "
+      .. "sequences, KV heads, tokens", wrong(function() return 7 end))
+    assert.matches("expected f32 %[2, 1 or 1, 200%]", wrong(function(_, ctx)
+      return ctx:new_scores()
+    end))
+  end)
+
+  it("counts NaN and -inf as the lowest worth", function()
+    local policy = kv.policy.define { name = "mine", decode = true, own_bytes = 0,
+      evict = function(_, ctx)
+        local positions = ctx:positions()
+        return positions:lt(10):where(0 / 0,
+          positions:lt(20):where(-math.huge, positions))
+      end } { blocks = 3 }
+    local e = open(cpu, { policy = policy })
+    local seq = e:sequence()
+    e:prefill(seq, tokens(30))
+    local held = policy.shape and e.attention.evictor.positions
+    local row = held.layers[0]:reshape { held.row_count, held.row_cells }
+      :index(seq:heads()[1].state[held]):list()
+    local list = { unpack(row, 1, 12) }
+    table.sort(list)
+    assert.same({ 0, 1, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29 }, list)
+    e.cache:close()
+  end)
+end)
