@@ -10,8 +10,10 @@ local Sequence = {}
 Sequence.__index = Sequence
 
 --- o: layers, kv_heads, group, dim; by: "head", or "layer": all heads of a layer hold the
--- same tokens; sink and recent: tokens; cap(length): tokens that are held of a prompt so
--- long; keep_decoded; worth(token, seq, layer, head): higher stays longer.
+-- same tokens; sink and recent: tokens; cap(length, layer, head): tokens that are held of
+-- a prompt so long; floor: the heads of a layer divide what they may hold by the worth of
+-- all their tokens, and each is sure of this share of its own (AdaKV); keep_decoded;
+-- worth(token, seq, layer, head, i): higher stays longer.
 function M.new(o)
   local self = setmetatable({ o = o, length = 0, held = {}, queries = {}, count = 0 },
     Sequence)
@@ -103,9 +105,9 @@ end
 function Sequence:compute(layer, q, k, v, is_prompt)
   local o, out = self.o, {}
   local first = self.length
-  if not is_prompt and self.cap and not o.keep_decoded then
+  if not is_prompt and self.caps and not o.keep_decoded then
     for head = 0, o.by == "layer" and 0 or o.kv_heads - 1 do
-      if #self.held[layer][head] >= self.cap then
+      if #self.held[layer][head] >= self.caps[layer][head] then
         local i = victim(self, layer, head, first)
         for _, h in ipairs(heads_of(o, head)) do table.remove(self.held[layer][h], i) end
       end
@@ -135,27 +137,62 @@ function Sequence:compute(layer, q, k, v, is_prompt)
   return out
 end
 
+--- A cut's tokens by their place, best first, and their worth.
+local function ranked(self, layer, head)
+  local list, order = worths(self, layer, head), {}
+  for i, token in ipairs(self.held[layer][head]) do
+    order[i] = i
+    if stays(self.o, token, self.length - 1) then list[i] = math.huge end
+  end
+  table.sort(order, function(a, b)
+    if list[a] ~= list[b] then return list[a] > list[b] end
+    return a < b
+  end)
+  return order, list
+end
+
+--- How many tokens each head of a layer may hold: those of its own cap, or, with a floor,
+-- what it has among the best of all heads.
+local function caps_of(self, layer)
+  local o, caps, total, all, is_over = self.o, {}, 0, {}, false
+  for head = 0, o.kv_heads - 1 do
+    local held = #self.held[layer][head]
+    caps[head] = o.cap(self.length, layer, head)
+    is_over = is_over or held > caps[head]
+  end
+  if not o.floor or not is_over then return caps end
+  for head = 0, o.kv_heads - 1 do
+    local even = math.min(caps[head], #self.held[layer][head])
+    local sure = math.floor(even * o.floor)
+    local order, list = ranked(self, layer, head)
+    for rank, i in ipairs(order) do
+      all[#all + 1] = { head = head, worth = rank <= sure and math.huge
+        or math.min(list[i], 1e30) }
+    end
+    total, caps[head] = total + even, 0
+  end
+  table.sort(all, function(a, b)
+    if a.worth ~= b.worth then return a.worth > b.worth end
+    return a.head < b.head
+  end)
+  for i = 1, total do caps[all[i].head] = caps[all[i].head] + 1 end
+  for head = 0, o.kv_heads - 1 do caps[head] = math.max(1, caps[head]) end
+  return caps
+end
+
 --- Ends a step in which every layer has got n tokens. ends_prompt: the cuts are brought
 -- to their caps, and keep the order of their tokens.
 function Sequence:finish(n, ends_prompt)
   local o = self.o
   self.length = self.length + n
   if not ends_prompt then return end
-  self.cap = o.cap(self.length)
+  self.caps = {}
   for layer = 0, o.layers - 1 do
     local queries = self.queries[layer] -- of this prompt
+    self.caps[layer] = caps_of(self, layer)
     for head = 0, o.by == "layer" and 0 or o.kv_heads - 1 do
-      local tokens = self.held[layer][head]
-      local list, order, is_kept = worths(self, layer, head), {}, {}
-      for i, token in ipairs(tokens) do
-        order[i] = i
-        if stays(o, token, self.length - 1) then list[i] = math.huge end
-      end
-      table.sort(order, function(a, b)
-        if list[a] ~= list[b] then return list[a] > list[b] end
-        return a < b
-      end)
-      for i = 1, math.min(self.cap, #order) do is_kept[order[i]] = true end
+      local order, is_kept = ranked(self, layer, head), {}
+      for i = 1, math.min(self.caps[layer][head], #order) do is_kept[order[i]] = true end
       for _, h in ipairs(heads_of(o, head)) do
         local kept = {}
         for i, token in ipairs(self.held[layer][h]) do

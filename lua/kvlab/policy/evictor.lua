@@ -302,6 +302,8 @@ local function compared(self, ctx, worth, first, layer, length)
     positions:ge(length - budget.recent * size):where(math.huge, own))
 end
 
+local function no_append() error "these tokens are no batch to append to" end
+
 --- Divides what the heads of a layer may hold among them, by what they hold: a context of
 -- one sequence whose blocks are tokens, for a split.
 local function divide(self, ctx, own, layer, caps, held)
@@ -319,7 +321,8 @@ local function divide(self, ctx, own, layer, caps, held)
     most = math.max(most, held[head])
     even[head + 1] = math.min(caps[head], held[head])
   end
-  tokens:begin({ seqs = {}, count = 1, width = n, max_len = most,
+  tokens:begin({ append = no_append, placement = {}, tokens_count = 1, seqs = {},
+    count = 1, width = n, max_len = most,
     lens = tensor.from(dev, "i32", { 1 }, { most }) }, false)
   tokens:begin_layer(layer, nil, nil)
   local index = tensor.arange(dev, "i32", n):reshape { 1, n }

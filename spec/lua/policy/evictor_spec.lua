@@ -112,10 +112,11 @@ local function open(dev, o)
   self.ref = { layers = LAYERS, kv_heads = KV_HEADS, group = GROUP, dim = DIM,
     by = o.tables, sink = sink * size, recent = recent * size,
     keep_decoded = o.options.keep_decoded or policy.prompt_only, worth = worth[o.policy],
-    cap = function(length)
+    floor = o.floor, cap = function(length, layer, head)
       local blocks = math.ceil(length / size)
-      local amount = o.options.blocks or math.ceil(o.options.ratio * blocks - 1e-9)
-      if o.options.ratio == 1 then return math.huge end
+      local ratio = o.ratios and o.ratios[layer + 1][head + 1] or o.options.ratio
+      if ratio == 1 then return math.huge end
+      local amount = o.options.blocks or math.ceil(ratio * blocks - 1e-9)
       return math.max(amount, least, sink + recent + 1) * size
     end }
   return self
@@ -299,4 +300,45 @@ local function specs(dev)
   end
 end
 
-describe("eviction", function() support.each_device(specs) end)
+-- Budgets that differ: options, and what they are to the reference.
+local RAGGED = {
+  ["a tensor by layer and head"] = { tables = "head", policy = "lots",
+    ratios = { { 0.5, 0.2 }, { 0.3, 1 } } },
+  ["a list by layer"] = { tables = "layer", policy = "tova", ratios = { { 0.6, 0.6 },
+    { 0.25, 0.25 } }, options = { ratio = { 0.6, 0.25 } } },
+  ["a pyramid"] = { tables = "head", policy = "knorm", ratios = { { 0.58, 0.58 },
+    { 0.02, 0.02 } },
+    options = { ratio = 0.3, split = kv.split("pyramid", { beta = 15 }) } },
+  ["what the heads of a layer divide"] = { tables = "head", policy = "h2o_tokens",
+    floor = 0.25, options = { ratio = 0.3, recent = 1,
+      split = kv.split("adaptive", { floor = 0.25 }) } },
+  ["what they divide after the prompt"] = { tables = "head", policy = "snapkv_tokens",
+    floor = 0.2, options = { ratio = 0.3, window = WINDOW, pool = POOL,
+                             split = "adaptive" } },
+}
+
+local function ragged(dev)
+  for _, name in ipairs(support.names(RAGGED)) do
+    it("holds what a budget gives that is " .. name, function()
+      local o = { options = {} }
+      for key, value in pairs(RAGGED[name]) do o[key] = value end
+      local options = {}
+      for key, value in pairs(o.options) do options[key] = value end
+      options.min_blocks = 1
+      if name:match "tensor" then
+        options.ratio = kv.from(dev, "f32", { 2, 2 }, { 0.5, 0.2, 0.3, 1 })
+      end
+      o.options = options
+      for seed = 1, 3 do
+        local self = open(dev, o)
+        random_script(self, support.rng(seed), 20)
+        self.cache:close()
+      end
+    end)
+  end
+end
+
+describe("eviction", function()
+  support.each_device(specs)
+  support.each_device(ragged)
+end)
