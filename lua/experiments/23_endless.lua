@@ -1,0 +1,146 @@
+--- What does a long answer cost when only a budget of tokens is held?
+--
+-- Each sequence reads a prompt and then generates `generate` tokens. Under full attention
+-- a step reads all of them, and all of them stay in memory. A policy that evicts holds
+-- `tokens` tokens for each layer and KV head, so a step takes the same time at any length
+-- (docs/policies.md).
+--
+--   ms_first, ms_last  of a step in the first and the last eighth of the text
+--   ms_step            the mean over the text
+--   tokens_s           generated tokens per second, of all sequences
+--   pages_peak         the most pages that were held, and
+--   pages_share        of those that the whole text takes
+--   prompt_ms          of reading all prompts, evictions included
+--
+-- Weights are random, so what is said means nothing; only time and memory are asked for.
+-- Full attention is timed at eight lengths, over keys and values that nothing computed.
+-- With steps = 0, an evicting policy generates all of the text; else it generates so many
+-- tokens in the first and as many in the last eighth, whose lengths are the same.
+--
+--   ./kvlab run lua/experiments/23_endless.lua
+--   ./kvlab run lua/experiments/23_endless.lua --device=cuda --set model=8b
+--       --set prompts=8x2K,16x2K --set generate=32768 --set tokens=2048
+local kv = require "kvlab"
+local shapes = require "models.shapes"
+
+local is_cuda = kv.cuda_available()
+local WINDOWS = 8 -- of the text
+local WARM = 4    -- steps before the clock starts: one makes buffers, one records a graph
+
+local function now_s() return tonumber(kv.C.kvl_clock_ns()) * 1e-9 end
+
+--- Milliseconds of a step, over `steps` of them; ids: of the newest tokens.
+local function time_steps(engine, seqs, ids, steps)
+  engine.model.device:sync()
+  local start = now_s()
+  for _ = 1, steps do ids = engine:decode(seqs, ids):argmax() end
+  engine.model.device:sync()
+  return 1e3 * (now_s() - start) / steps, ids
+end
+
+local function warm(engine, seqs, ids)
+  for _ = 1, WARM do ids = engine:decode(seqs, ids):argmax() end
+  return ids
+end
+
+local function new_ids(engine, seqs)
+  return kv.full(engine.model.device, "i32", { #seqs }, 1)
+end
+
+--- Full attention: at the middle of each window.
+local function run_full(engine, seqs, config)
+  local ms, ids = {}, new_ids(engine, seqs)
+  local size = config.block_size
+  engine.cache.memory:rand_(config.seed)
+  for i = 1, WINDOWS do
+    local middle = math.floor((i - 0.5) * config.generate / WINDOWS / size) * size
+    for _, seq in ipairs(seqs) do
+      seq:truncate(0)
+      seq:extend(config.context + middle)
+    end
+    ids = warm(engine, seqs, ids)
+    ms[i], ids = time_steps(engine, seqs, ids, config.steps > 0 and config.steps or 32)
+  end
+  return ms
+end
+
+local function run_evicting(engine, seqs, config)
+  local ids, ms = warm(engine, seqs, new_ids(engine, seqs)), {}
+  local whole = math.floor((config.generate - WARM) / WINDOWS)
+  for i = 1, WINDOWS do
+    if config.steps == 0 or i == 1 or i == WINDOWS then
+      ms[i], ids = time_steps(engine, seqs, ids, config.steps > 0 and config.steps or whole)
+    end
+  end
+  for i = 1, WINDOWS do ms[i] = ms[i] or (ms[1] + ms[WINDOWS]) / 2 end
+  return ms
+end
+
+local function mean(list)
+  local sum = 0
+  for _, x in ipairs(list) do sum = sum + x end
+  return sum / #list
+end
+
+local function run(config)
+  local count, context = shapes.prompts(config.prompts)
+  config.context = context
+  local model = kv.experiment.memo({ model = config.model, dtype = config.dtype,
+    seed = config.seed }, shapes.open)
+  local is_full, size = config.policy == "full", config.block_size
+  local text = math.ceil((context + config.generate) / size) + 1
+  local held = math.ceil(math.max(context, config.tokens) / size) + 1
+  local policy = kv.policy(config.policy, not is_full
+    and { tokens = config.tokens, sink = config.sink, recent = config.recent } or nil)
+  local engine = model:engine { graph = true, max_seqs = count, block_size = size,
+    chunk = math.min(context, 2048), format = config.cache, policy = policy,
+    tables = is_full and "one" or config.tables, max_blocks = is_full and text or held,
+    blocks = is_full and count * text or (count + 1) * held }
+  local cache, seqs = engine.cache, {}
+  local each = is_full and 1 or cache.pages / cache.blocks
+  local start, peak = now_s(), 0
+  for i = 1, count do
+    local tokens = {}
+    for t = 1, context do tokens[t] = (t * 7919 + i * 104729) % model.config.vocab end
+    seqs[i] = engine:sequence()
+    engine:prefill(seqs[i], tokens)
+    peak = math.max(peak, cache.pages - cache:pages_free())
+  end
+  model.device:sync()
+  local prompt_ms = 1e3 * (now_s() - start)
+  local ms = (is_full and run_full or run_evicting)(engine, seqs, config)
+  peak = math.max(peak, cache.pages - cache:pages_free())
+  cache:close()
+  local ms_step = mean(ms)
+  return { ms_first = ms[1], ms_last = ms[WINDOWS], ms_step = ms_step,
+    tokens_s = 1e3 * count / ms_step, prompt_ms = prompt_ms, pages_peak = peak,
+    pages_share = peak / (count * text * each) }
+end
+
+kv.experiment.run {
+  name = "23_endless",
+  title = "What does a long answer cost when only a budget of tokens is held?",
+  grid = {
+    { "prompts", is_cuda and { "8x2K", "16x2K" } or { "2x256" } },
+    { "policy", { "full", "streaming_tokens", "tova", "h2o_tokens" } },
+  },
+  defaults = { model = is_cuda and "8b" or "small", dtype = is_cuda and "bf16" or "f32",
+               cache = is_cuda and "bf16" or "f32", block_size = 16, tables = "head",
+               tokens = is_cuda and 2048 or 256, generate = is_cuda and 32768 or 1024,
+               sink = 1, recent = 2, steps = is_cuda and 128 or 16 },
+  quick = { model = "small", prompts = { "2x64" }, tokens = 64, generate = 256,
+            steps = 2 },
+  proportions = { "pages_share" },
+  metrics = { "tokens_s", "ms_step", "ms_first", "ms_last", "pages_share", "pages_peak",
+              "prompt_ms" },
+  run = run,
+  table = function(rows)
+    local list = {}
+    for _, value in ipairs { "tokens_s", "ms_first", "ms_last", "pages_share" } do
+      list[#list + 1] = kv.table.pivot(rows, { rows = "policy", columns = "prompts",
+        value = value, format = value == "pages_share" and "%.3f" or "%.2f",
+        caption = value })
+    end
+    return list
+  end,
+}
