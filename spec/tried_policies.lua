@@ -21,12 +21,23 @@ if path then
   require("kvlab.named").give("policies", M.own, path, make)
 end
 
---- The names of the policies to try.
+--- The names of the policies to try, without those that evict tokens.
 ---@param phase string|nil  "prefill" or "decode": only those that select in it
 ---@return string[]
 function M.names(phase)
-  if not M.own then return kv.policy.names(phase) end
-  return (not phase or kv.policy(M.own)[phase]) and { M.own } or {}
+  local names = {}
+  for _, name in ipairs(M.own and { M.own } or kv.policy.names(phase)) do
+    local policy = kv.policy(name)
+    if not policy.evict and (not phase or policy[phase]) then names[#names + 1] = name end
+  end
+  return names
+end
+
+--- The names of the policies to try that evict tokens.
+---@return string[]
+function M.evicting()
+  if not M.own then return kv.policy.names "evict" end
+  return kv.policy(M.own).evict and { M.own } or {}
 end
 
 --- Whether a policy selects or attends in its own way, and so may read every block

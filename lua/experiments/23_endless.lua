@@ -69,7 +69,8 @@ local function run_evicting(engine, seqs, config)
   local whole = math.floor((config.generate - WARM) / WINDOWS)
   for i = 1, WINDOWS do
     if config.steps == 0 or i == 1 or i == WINDOWS then
-      ms[i], ids = time_steps(engine, seqs, ids, config.steps > 0 and config.steps or whole)
+      ms[i], ids = time_steps(engine, seqs, ids,
+        config.steps > 0 and config.steps or whole)
     end
   end
   for i = 1, WINDOWS do ms[i] = ms[i] or (ms[1] + ms[WINDOWS]) / 2 end

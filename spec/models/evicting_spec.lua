@@ -5,10 +5,10 @@ local interrupted = require "spec.interrupted"
 local kv = require "kvlab"
 local support = require "spec.support"
 local tiny = require "spec.models.tiny"
+local tried = require "spec.tried_policies"
 
 local BLOCK = 4
-local NAMES = { "streaming_tokens", "tova", "h2o_tokens", "knorm", "keydiff_tokens",
-                "snapkv_tokens" }
+local NAMES = tried.evicting()
 
 local function tokens(n, first)
   local list = {}
@@ -59,23 +59,23 @@ end
 local function specs(dev)
   for _, name in ipairs(NAMES) do
     for _, tables in ipairs { "layer", "head" } do
-      it(("of %s, tables by %s, is the same in chunks and replayed"):format(name, tables),
-        function()
-          local o = { policy = name, tables = tables, options = { blocks = 4 } }
-          local want, free, held = play(dev, o)
-          o.graph = true
-          local got, free_too, held_too = play(dev, o)
-          close(got, want, 0, "replayed")
-          assert.equal(free, free_too)
-          assert.same(held, held_too)
-          assert.is_true(held[1] < 45 and (held[1] == 16 or held[1] == 16 + 21), held[1])
-          o.graph, o.chunk = nil, 7
-          close((play(dev, o)), want, 2e-4, "in chunks")
-        end)
+      local what = "of %s, tables by %s, is the same in chunks and replayed #policy"
+      it(what:format(name, tables), function()
+        local o = { policy = name, tables = tables, options = { blocks = 4 } }
+        local want, free, held = play(dev, o)
+        o.graph = true
+        local got, free_too, held_too = play(dev, o)
+        close(got, want, 0, "replayed")
+        assert.equal(free, free_too)
+        assert.same(held, held_too)
+        assert.is_true(held[1] < 45 and (held[1] == 16 or held[1] == 16 + 21), held[1])
+        o.graph, o.chunk = nil, 7
+        close((play(dev, o)), want, 2e-4, "in chunks")
+      end)
     end
   end
 
-  it("of a budget that keeps everything is dense attention", function()
+  it("of a budget that keeps everything is dense attention #policy", function()
     local want = play(dev, { policy = "full", tables = "one" })
     for _, name in ipairs(NAMES) do
       close((play(dev, { policy = name, options = { ratio = 1 } })), want, 0, name)

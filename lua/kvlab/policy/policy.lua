@@ -575,15 +575,23 @@ local function open_finished(name)
   told[name] = true
 end
 
---- The names of all policies; if a phase (prefill or decode) is given,
--- of those that select in it. The names in `first` come before the others.
----@param phase? string
+--- Whether a policy takes part in a phase: it selects in prefill or in decode; evict: it
+-- evicts tokens for good. One that evicts counts as no other, as it needs other tables.
+local function has_phase(made, phase)
+  if made.evict or phase == "evict" then return made.evict and phase == "evict" end
+  return made[phase]
+end
+
+--- The names of all policies; if a phase is given, of those that take part in it. The
+-- names in `first` come before the others.
+---@param phase? string  prefill or decode: they select in it; evict: they evict
 ---@param first? string[]
 function M.names(phase, first)
   local names, is_first = {}, {}
   for i, name in ipairs(first or {}) do names[i], is_first[name] = name, true end
   for _, name in ipairs(named.list "policies") do
-    if not is_first[name] and (not phase or (open_finished(name) or {})[phase]) then
+    local is_asked = not phase or has_phase(open_finished(name) or {}, phase)
+    if not is_first[name] and is_asked then
       names[#names + 1] = name
     end
   end
@@ -675,7 +683,7 @@ arguments.functions(M, "policy", {
   note_use = { self = objects.policy }, uncounted = { self = objects.policy },
   attach = { self = objects.policy, shape = objects.shape },
   add_with_nested = { self = objects.policy, list = options.table },
-  names = { phase = options.optional(options.one_of("prefill", "decode")),
+  names = { phase = options.optional(options.one_of("prefill", "decode", "evict")),
             first = options.optional(NAMES) },
   part = { self = ATTACHED, share = M.share },
   nest = { outer = ATTACHED, name = options.string,

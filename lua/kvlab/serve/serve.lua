@@ -66,6 +66,11 @@ Server.__index = Server
 ---@return kvlab.Server
 function M.serve(given)
   local o = serve_options.take(given)
+  if o.engine and o.engine.cache.tables ~= "one" then
+    options.fail(("serve: the engine's cache has tables by %s, expected one for all: "
+      .. "what requests share is one block of all layers and heads"):format(
+      o.engine.cache.tables))
+  end
   local kind = o.engine and "kvlab.serve.engine_executor" or "kvlab.serve.simulator"
   local executor = require(kind).new(o)
   return setmetatable({
