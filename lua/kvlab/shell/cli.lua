@@ -382,7 +382,7 @@ end
 -- Spec files with specs that every policy has to pass, one's own, too: their names have
 -- the tag #policy (spec/tried_policies.lua).
 local OF_POLICIES = { "policies/contract", "policies/rows", "lua/memory/offload",
-  "models/failed_steps", "models/replay", "models/random_steps",
+  "models/evicting", "models/failed_steps", "models/replay", "models/random_steps",
   "models/draft_policy", "lua/policy/policy",
   "lua/observe/probe", "lua/serve/draft", "lua/http/attacks" }
 
