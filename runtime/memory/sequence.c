@@ -14,7 +14,7 @@ int kvl_sequence_open(kvl_pool *pool, int layers, int heads, kvl_sequence **out)
     return kvl__fail(KVL_ERR_INVALID, "sequence: %d layers of %d heads, expected 1 ... 4096",
                      layers, heads);
   const int cuts = layers * heads;
-  kvl_sequence *s = kvl__malloc(sizeof *s + (size_t)cuts * 3 * sizeof *s->held, "a sequence");
+  kvl_sequence *s = kvl__malloc(sizeof *s + (size_t)cuts * 4 * sizeof *s->held, "a sequence");
   if (!s) return KVL_ERR_NO_MEMORY;
   *s = (kvl_sequence){.pool = pool,
                       .layers = layers,
@@ -25,11 +25,17 @@ int kvl_sequence_open(kvl_pool *pool, int layers, int heads, kvl_sequence **out)
                       .held = (int32_t *)(s + 1)};
   s->base = s->held + cuts;
   s->cap = s->base + cuts;
+  s->last = s->cap + cuts;
   memset(s->held, 0, (size_t)cuts * 2 * sizeof *s->held);
   for (int c = 0; c < cuts; c++) s->cap[c] = INT32_MAX;
   pool->holders++;
   *out = s;
   return KVL_OK;
+}
+
+static void note_last(kvl_sequence *s, int cut) {
+  const int count = kvl__count(s, cut);
+  s->last[cut] = count ? kvl__table(s, cut)[count - 1] : -1;
 }
 
 /* Makes room for tables of `count` blocks. */
@@ -66,6 +72,7 @@ int kvl_sequence_fork(kvl_sequence *seq, kvl_sequence **out) {
       kvl__pool_hold(s->pool, from[i]);
     }
     s->held[c] = seq->held[c], s->base[c] = seq->base[c], s->cap[c] = seq->cap[c];
+    s->last[c] = seq->last[c];
   }
   s->length = seq->length;
   s->floor = seq->floor;
@@ -110,6 +117,7 @@ int kvl_sequence_share(kvl_sequence *seq, const int32_t *blocks, int n) {
       kvl__pool_hold(p, end[i]);
     }
     seq->held[c] += n * p->block_size;
+    note_last(seq, c);
   }
   seq->length += n * p->block_size;
   seq->may_share = 1;
@@ -123,6 +131,7 @@ static void drop(kvl_sequence *seq, int cut, int held) {
   for (int i = old - 1; i >= count; i--) kvl__pool_release(seq->pool, row[i]);
   seq->edits += count < old;
   seq->held[cut] = held;
+  if (count < old) note_last(seq, cut);
 }
 
 static void shorten(kvl_sequence *seq, int length) {
@@ -172,6 +181,7 @@ int kvl_sequence_held(const kvl_sequence *seq, int cut) {
 /* The last block of a cut is partly full and shared. */
 static int is_open_shared(const kvl_sequence *seq, int cut) {
   const int size = seq->pool->block_size;
+  if (!seq->may_share) return 0;
   return seq->held[cut] % size &&
          seq->pool->refs[kvl__table(seq, cut)[kvl__count(seq, cut) - 1]] > 1;
 }
@@ -230,6 +240,11 @@ static int append(kvl_sequence *seq, int tokens, int replaces, int64_t *places, 
       at[0] = -1;
       continue;
     }
+    if (held % size && now - held == 1 && !is_open_shared(seq, c)) { /* the usual case */
+      at[0] = (int64_t)seq->last[c] * size + held % size;
+      seq->held[c] = now;
+      continue;
+    }
     int32_t *row = kvl__table(seq, c);
     const int old = kvl__count(seq, c), shared = is_open_shared(seq, c);
     const int count = kvl__blocks_for(p, now);
@@ -245,6 +260,7 @@ static int append(kvl_sequence *seq, int tokens, int replaces, int64_t *places, 
       at[i] = (int64_t)row[index / size] * size + index % size;
     }
     seq->held[c] = now;
+    note_last(seq, c);
   }
   seq->edits += copied > 0;
   seq->length += tokens;
@@ -259,7 +275,8 @@ static int unshare_undone(kvl_sequence *seq, int cut, const int32_t *copy) {
   if (copy[1] != *last) return 0;
   kvl__pool_hold(seq->pool, copy[0]);
   kvl__pool_release(seq->pool, *last);
-  *last = copy[0];
+  *last = seq->last[cut] = copy[0];
+  seq->may_share = 1;
   seq->edits++;
   return 1;
 }
@@ -393,6 +410,7 @@ int kvl_sequence_keep(kvl_sequence *seq, const int32_t *kept, const int32_t *cap
       drop(seq, c, 0);
       seq->held[c] = kept[c];
       kvl__pool_take(p, kvl__count(seq, c), kvl__table(seq, c));
+      note_last(seq, c);
     }
     seq->base[c] = kept[c], seq->cap[c] = caps[c];
   }
@@ -418,6 +436,7 @@ int kvl_sequence_unshare(kvl_sequence *seq, int32_t *copies, int room) {
       kvl__pool_take(p, 1, copies + 2 * count + 1);
       kvl__pool_release(p, *block);
       *block = copies[2 * count++ + 1];
+      note_last(seq, c);
       seq->edits++;
     }
   seq->may_share = 0;
@@ -432,7 +451,7 @@ int kvl_sequence_swap(kvl_sequence *a, kvl_sequence *b) {
                      "swap: the sequences have %d x %d and %d x %d tables, expected those of "
                      "one cache",
                      a->layers, a->heads, b->layers, b->heads);
-  for (int c = 0; c < 3 * a->cuts; c++) { /* held, base and cap */
+  for (int c = 0; c < 4 * a->cuts; c++) { /* held, base, cap and last */
     const int32_t x = a->held[c];
     a->held[c] = b->held[c], b->held[c] = x;
   }

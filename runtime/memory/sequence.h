@@ -14,11 +14,13 @@ struct kvl_sequence {
   int64_t serial, edits;   /* which sequence it is; changes of its tables but by growth */
   int32_t *held;           /* [cuts] */
   int32_t *base, *cap;     /* [cuts]: held at `floor`, and at most */
+  int32_t *last;           /* [cuts]: the last block, so that a step need not look for it */
   int32_t *blocks;         /* [cuts, capacity] */
 };
 
 static inline int kvl__blocks_for(const kvl_pool *p, int64_t tokens) {
-  return (int)((tokens + p->block_size - 1) / p->block_size);
+  const uint32_t size = (uint32_t)p->block_size; /* tokens < 2^31: 32 bits divide faster */
+  return (int)(((uint32_t)tokens + size - 1) / size);
 }
 static inline int kvl__count(const kvl_sequence *s, int cut) {
   return kvl__blocks_for(s->pool, s->held[cut]);

@@ -338,8 +338,8 @@ end
 -- were evicted.
 function Context:held(layer, i)
   local seq = self.sequences[i + 1]
-  if not self.batch.use_layer then return seq:length() end
-  return (seq.base or seq):held(layer, seq.head)
+  if self.is_rows or not self.batch.use_layer then return seq:length() end
+  return (seq.head and seq.base or seq):held(layer, seq.head)
 end
 
 --- The position in the text of each token that is held, where a policy evicts: f32 [seqs,

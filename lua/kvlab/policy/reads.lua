@@ -43,7 +43,11 @@ end
 --- The blocks of a step's sequences, over KV heads.
 local function blocks_of(self, ctx)
   local blocks, seqs = 0, ctx.sequences
-  for i = 1, #seqs do blocks = blocks + seqs[i]:blocks() end
+  local by_layer = ctx.batch and ctx.batch.use_layer
+  for i = 1, #seqs do
+    blocks = blocks + (by_layer and math.ceil(ctx:held(ctx.layer, i - 1) / ctx.block_size)
+      or seqs[i]:blocks())
+  end
   return blocks * self.shape.kv_heads
 end
 
@@ -60,7 +64,8 @@ end
 ---@param is_observed boolean  an observer was attached
 function Reads:end_layer(ctx, is_observed)
   local all = blocks_of(self, ctx)
-  local steps = ctx.layer == 0 and ctx.seqs or 0
+  local cuts = ctx.batch and ctx.batch.cuts -- where each head may be a sequence
+  local steps = ctx.layer == 0 and ctx.seqs / (cuts and cuts.heads or 1) or 0
   self.scored, self.steps = self.scored + self.of_layer, self.steps + steps
   self.scored_all = self.scored_all + all * self.page
   if is_observed then

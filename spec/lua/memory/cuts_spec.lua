@@ -125,3 +125,30 @@ describe("tables by head", function()
     e.cache:close()
   end)
 end)
+
+describe("a probe", function()
+  it("measures the same with any tables, and of what is held", function()
+    local function metrics(tables, policy)
+      local e = engine(tables, { policy = policy })
+      local seq = e:sequence()
+      e:prefill(seq, tokens(60))
+      local probe = kv.probe(e.attention)
+      for i = 1, 8 do e:decode({ seq }, { i }) end
+      local m = probe:metrics()
+      e.cache:close()
+      return m
+    end
+    local want = metrics("one", kv.policy("quest", { ratio = 0.3, min_blocks = 2 }))
+    assert.is_true(want.output_error > 0.1, want.output_error)
+    for _, tables in ipairs { "layer", "head" } do
+      local got = metrics(tables, kv.policy("quest", { ratio = 0.3, min_blocks = 2 }))
+      for name, x in pairs(want) do
+        assert.is_true(math.abs(x - got[name]) < 1e-6 * math.max(1, math.abs(x)), name)
+      end
+      local held = metrics(tables, kv.policy("streaming_tokens", { blocks = 5 }))
+      assert.equal(5, held.blocks_read)
+      assert.equal(1, held.blocks_share)
+      assert.is_true(held.output_error < 1e-6)
+    end
+  end)
+end)
