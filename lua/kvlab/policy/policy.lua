@@ -381,6 +381,12 @@ local function check_definition(def)
   if not (def.score or def.select_blocks or def.compute_decode or def.evict) then
     error(what .. " has none of score, select_blocks, compute_decode and evict", 3)
   end
+  local selects = def.score and "score" or def.select_blocks and "select_blocks"
+  if def.evict and (selects or not def.decode or def.prefill) then
+    error(("%s has evict and %s, expected decode = true and no selection: one budget "
+      .. "says what is held"):format(what, selects or def.prefill and "prefill = true"
+      or "no decode = true"), 3)
+  end
   return { name = def.name, defaults = def.defaults, aliases = def.aliases,
            known = known_options(def) }
 end
@@ -494,7 +500,7 @@ function M.define(def)
   local class = {}
   for key, value in pairs(Policy) do class[key] = value end
   for key, value in pairs(def) do class[key] = value end
-  if not (def.score or def.select_blocks) then class.select_blocks = select_all end
+  if def.evict then class.select_blocks = select_all end
   for _, name in ipairs(IN_STEPS) do
     if type(def[name]) == "function" then class.step_function = name end
   end

@@ -309,6 +309,9 @@ local RAGGED = {
   ["a pyramid"] = { tables = "head", policy = "knorm", ratios = { { 0.58, 0.58 },
     { 0.02, 0.02 } },
     options = { ratio = 0.3, split = kv.split("pyramid", { beta = 15 }) } },
+  ["all for some heads, and sinks and the newest for the others"] = { tables = "head",
+    policy = "streaming_tokens", ratios = { { 1, 0 }, { 0, 1 } },
+    options = { sink = 1, recent = 3 } }, -- DuoAttention
   ["what the heads of a layer divide"] = { tables = "head", policy = "h2o_tokens",
     floor = 0.25, options = { ratio = 0.3, recent = 1,
       split = kv.split("adaptive", { floor = 0.25 }) } },
@@ -325,8 +328,9 @@ local function ragged(dev)
       local options = {}
       for key, value in pairs(o.options) do options[key] = value end
       options.min_blocks = 1
-      if name:match "tensor" then
-        options.ratio = kv.from(dev, "f32", { 2, 2 }, { 0.5, 0.2, 0.3, 1 })
+      if o.ratios and not options.ratio then
+        local a, b = unpack(o.ratios)
+        options.ratio = kv.from(dev, "f32", { 2, 2 }, { a[1], a[2], b[1], b[2] })
       end
       o.options = options
       for seed = 1, 3 do
