@@ -456,3 +456,177 @@ describe("the tables on a device", function()
       ffi.string(C.kvl_last_error()))
   end)
 end)
+
+-- ---- eviction -------------------------------------------------------------------------
+
+local CUTS = LAYERS * HEADS
+
+local function ints(list)
+  local out = ffi.new("int32_t[?]", #list)
+  for i, x in ipairs(list) do out[i - 1] = x end
+  return out
+end
+
+--- Evicts: kept and caps are numbers for all cuts, or lists.
+local function keep(seq, kept, caps)
+  local k, c = {}, {}
+  for i = 1, CUTS do
+    k[i] = type(kept) == "table" and kept[i] or kept
+    c[i] = type(caps) == "table" and caps[i] or caps
+  end
+  return C.kvl_sequence_keep(seq, ints(k), ints(c))
+end
+
+local function held_of(seq)
+  local list = {}
+  for cut = 0, CUTS - 1 do list[cut + 1] = C.kvl_sequence_held(seq, cut) end
+  return list
+end
+
+--- Every page has as many references as tables name it, and the others are free.
+local function check_owners(pool, pages, seqs)
+  local refs, taken = {}, 0
+  for _, seq in ipairs(seqs) do
+    for cut = 0, CUTS - 1 do
+      local n = C.kvl_sequence_blocks(seq) + 1
+      local row = ffi.new("int32_t[?]", n)
+      for i = 0, kv.check(C.kvl_sequence_table(seq, cut, row, n)) - 1 do
+        refs[row[i]] = (refs[row[i]] or 0) + 1
+      end
+    end
+  end
+  for page, n in pairs(refs) do
+    taken = taken + 1
+    assert.equal(n, C.kvl_pool_block_refs(pool, page))
+  end
+  assert.equal(pages - taken, C.kvl_pool_blocks_free(pool))
+end
+
+describe("a sequence whose tokens are evicted", function()
+  it("has fresh pages for what it keeps, and gives the others back", function()
+    local pool = pool_of(60, 4)
+    local seq = sequence_of(pool, LAYERS, HEADS)
+    append_cuts({ seq }, { 20 })
+    local before = cuts_of(seq, 8)
+    assert.equal(0, keep(seq, { 8, 20, 3, 8, 8, 1 }, { 8, 24, 8, 8, 8, 8 }))
+    local after = cuts_of(seq, 8)
+    assert.same({ 8, 20, 3, 8, 8, 1 }, held_of(seq))
+    assert.equal(60 - (2 + 5 + 1 + 2 + 2 + 1), C.kvl_pool_blocks_free(pool))
+    assert.same(before[1], after[1]) -- it keeps everything
+    assert.is_false(pcall(assert.same, before[0][1], after[0][1]))
+    assert.equal(20, C.kvl_sequence_length(seq))
+  end)
+
+  it("holds no more than its caps in decode, and all of a prompt", function()
+    local pool = pool_of(100, 4)
+    local seq = sequence_of(pool, LAYERS, HEADS)
+    append_cuts({ seq }, { 20 })
+    keep(seq, { 8, 8, 6, 8, 8, 8 }, { 8, 8, 8, 8, 8, 2 ^ 31 - 1 })
+    for step = 1, 4 do
+      local status, places = append_cuts({ seq }, { 1 }, 1)
+      assert.equal(0, status)
+      assert.same({ 8, 8, math.min(8, 6 + step), 8, 8, 8 + step }, held_of(seq))
+      assert.equal(-1, tonumber(places[0])) -- another token's place
+      assert.equal(step <= 2, places[2] >= 0)
+      assert.is_true(places[5] >= 0)
+    end
+    assert.equal(C.KVL_ERR_INVALID, (append_cuts({ seq }, { 2 }, 1)))
+    assert.matches("tokens is 2, expected 1: each takes the place",
+      ffi.string(C.kvl_last_error()))
+    assert.equal(0, (append_cuts({ seq }, { 5 }, 0))) -- of a prompt
+    assert.same({ 13, 13, 13, 13, 13, 17 }, held_of(seq))
+    assert.equal(29, C.kvl_sequence_length(seq))
+    -- back to where the prompt began, but no further: tokens were replaced
+    assert.equal(C.KVL_ERR_INVALID, C.kvl_sequence_truncate(seq, 23))
+    assert.equal(0, C.kvl_sequence_truncate(seq, 24))
+    assert.same({ 8, 8, 8, 8, 8, 12 }, held_of(seq))
+    local _, places = append_cuts({ seq }, { 1 }, 1)
+    assert.equal(-1, tonumber(places[0]))
+    assert.equal(0, C.kvl_sequence_truncate(seq, 0))
+    assert.equal(100, C.kvl_pool_blocks_free(pool))
+    append_cuts({ seq }, { 9 }, 1) -- it begins anew, without caps
+    assert.same({ 9, 9, 9, 9, 9, 9 }, held_of(seq))
+  end)
+
+  it("refuses to keep what it does not hold, and pages that are not there", function()
+    local pool = pool_of(40, 4)
+    local seq = sequence_of(pool, LAYERS, HEADS)
+    append_cuts({ seq }, { 20 }) -- 30 of 40 pages
+    for _, bad in ipairs { { 0, 8 }, { 21, 24 }, { 8, 7 } } do
+      assert.equal(C.KVL_ERR_INVALID, keep(seq, bad[1], bad[2]))
+    end
+    local before = cuts_of(seq, 8)
+    assert.equal(C.KVL_ERR_NO_BLOCKS, keep(seq, 8, 8)) -- 12 pages
+    assert.same(before, cuts_of(seq, 8))
+    assert.equal(0, keep(seq, 4, 8))
+  end)
+
+  it("writes to no page that a fork has, before it has its own", function()
+    local pool = pool_of(60, 4)
+    local seq = sequence_of(pool, LAYERS, HEADS)
+    append_cuts({ seq }, { 12 })
+    keep(seq, 8, 8)
+    local fork = fork_of(seq)
+    for _, one in ipairs { seq, fork } do
+      assert.equal(C.KVL_ERR_INVALID, (append_cuts({ one }, { 1 }, 1)))
+      assert.matches("unshare the sequence first", ffi.string(C.kvl_last_error()))
+    end
+    local copies = ffi.new("int32_t[?]", 2 * CUTS * 2)
+    assert.equal(5, C.kvl_sequence_unshare(fork, copies, 5))
+    assert.equal(CUTS * 2 - 5, C.kvl_sequence_unshare(fork, copies, 50))
+    for _, one in ipairs { seq, fork } do
+      assert.equal(0, (append_cuts({ one }, { 1 }, 1)))
+    end
+    check_owners(pool, 60, { seq, fork })
+  end)
+
+  it("keeps the count of pages right in random steps", function()
+    local rng, pages = support.rng(11), 600
+    local pool = pool_of(pages, 4)
+    local seqs = { sequence_of(pool, LAYERS, HEADS) }
+    local steps, failed = support.is_full and 1e5 or 5000, 0
+    for step = 1, steps do
+      local kind, i = rng(20), 1 + rng(#seqs)
+      local seq = seqs[i]
+      local length = C.kvl_sequence_length(seq)
+      if kind == 0 and #seqs < 4 then
+        seqs[#seqs + 1] = fork_of(seq)
+      elseif kind == 1 and #seqs > 1 then
+        close(table.remove(seqs, i))
+      elseif kind == 2 then
+        C.kvl_sequence_truncate(seq, rng(length + 1)) -- or is refused
+      elseif kind < 6 and length > 0 then
+        local kept, caps = {}, {}
+        for cut, held in ipairs(held_of(seq)) do
+          kept[cut] = 1 + rng(held)
+          caps[cut] = kept[cut] + rng(10)
+        end
+        if keep(seq, kept, caps) < 0 then failed = failed + 1 end
+      elseif kind == 6 then
+        local before = fork_of(seq) -- an eviction that is undone
+        if length > 0 and keep(seq, 1, 4) == 0 then
+          kv.check(C.kvl_sequence_swap(seq, before))
+        end
+        close(before)
+        assert.equal(length, C.kvl_sequence_length(seq))
+      elseif kind == 7 then
+        local copies = ffi.new("int32_t[?]", 2 * 700)
+        if C.kvl_sequence_unshare(seq, copies, 700) < 0 then
+          close(seq)
+          seqs[i] = sequence_of(pool, LAYERS, HEADS)
+        end
+      else
+        local counts, replaces = {}, rng(2)
+        for s = 1, #seqs do counts[s] = replaces == 1 and 1 or rng(9) end
+        if append_cuts(seqs, counts, replaces) < 0 then
+          failed = failed + 1
+          if C.kvl_pool_blocks_free(pool) < 60 then C.kvl_sequence_truncate(seq, 0) end
+        end
+      end
+      if step % 50 == 0 then check_owners(pool, pages, seqs) end
+    end
+    assert.is_true(failed > 0 and failed < steps / 2, failed)
+    for _, seq in ipairs(seqs) do close(seq) end
+    assert.equal(pages, C.kvl_pool_blocks_free(pool))
+  end)
+end)
