@@ -225,7 +225,8 @@ local function campaign(case, steps, fail, places, errors)
 end
 
 -- At how many calls of a hook, and at how many launches, a step fails.
-local HOOK_CALLS, LAUNCHES = support.is_full and 2 or 1, support.is_full and 6 or 2
+local HOOK_CALLS = support.is_full and 2 or 1
+local LAUNCHES = support.is_full and 6 or 2
 
 local function at_hooks(step, at)
   local places = {}
