@@ -111,7 +111,7 @@ local function random_cases(dev, target, from, to)
   end
 end
 
-describe("a kernel in Lua", function()
+describe("a kernel in Lua #release", function()
   known_cases("cpu", "lua")
   random_cases("cpu", "lua", 1, 40)
 end)
@@ -122,7 +122,7 @@ describe("a kernel in C", function()
     return
   end
   known_cases("cpu", nil, 2) -- a compiler takes longer than all else
-  random_cases("cpu", nil, 1, 12)
+  random_cases("cpu", nil, 1, support.is_hostile and 3 or 12)
 end)
 
 describe("code made at run time", function()

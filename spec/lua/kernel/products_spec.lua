@@ -142,7 +142,7 @@ local function random_cases(dev, target, count, count_wild)
   end
 end
 
-describe("products in Lua", function() random_cases("cpu", "lua", 20, 10) end)
+describe("products in Lua #release", function() random_cases("cpu", "lua", 20, 10) end)
 
 describe("products in C", function()
   if not compiler.find() then return pending "there is no C compiler" end
