@@ -239,7 +239,7 @@ local function contract(name, dev, number)
   it("sees a prompt in any chunking the same way", function()
     local o = { policy = name, options = third(name), lengths = { 200 }, steps = 3 }
     local whole = rig.decode(dev, o)
-    for _, chunk in ipairs { 1, 7, 16, 64 } do
+    for _, chunk in ipairs(support.one_each({ 1, 7, 16, 64 }, number)) do
       o.chunk = chunk
       local cut = rig.decode(dev, o)
       for i, step in ipairs(whole.steps) do
