@@ -148,8 +148,8 @@ local function prefill_contract(name, dev)
   end
 end
 
---- number: which of the ratios it meets, unless --full or it is the only policy.
-local function contract(name, dev, number)
+--- nth: which of the ratios it meets, unless --full or it is the only policy.
+local function contract(name, dev, nth)
   local function check_selections(o)
     local run = rig.decode(dev, { policy = name, options = with(EXTRA[name], o),
                                   lengths = LENGTHS, steps = 18 })
@@ -168,7 +168,7 @@ local function contract(name, dev, number)
   end
 
   it("selects in range, ascending, within the budget, with sink and recent", function()
-    local some = support.one_each(RATIOS, number, 2)
+    local some = support.one_each(RATIOS, nth, 2)
     for _, ratio in ipairs(tried.own and RATIOS or some) do
       check_selections { ratio = ratio, sink = 1, recent = 2, min_blocks = 3 }
     end
@@ -239,7 +239,7 @@ local function contract(name, dev, number)
   it("sees a prompt in any chunking the same way", function()
     local o = { policy = name, options = third(name), lengths = { 200 }, steps = 3 }
     local whole = rig.decode(dev, o)
-    for _, chunk in ipairs(support.one_each({ 1, 7, 16, 64 }, number)) do
+    for _, chunk in ipairs(support.one_each({ 1, 7, 16, 64 }, nth)) do
       o.chunk = chunk
       local cut = rig.decode(dev, o)
       for i, step in ipairs(whole.steps) do
@@ -289,19 +289,19 @@ local function contract(name, dev, number)
 end
 
 --- What the policy declares, on a device.
-local function contracts(name, dev, number)
+local function contracts(name, dev, nth)
   local policy = kv.policy(name)
   if policy.prefill then prefill_contract(name, dev) end
-  if policy.decode then contract(name, dev, number) end
+  if policy.decode then contract(name, dev, nth) end
 end
 
-for number, name in ipairs(tried.names()) do
+for nth, name in ipairs(tried.names()) do
   describe("policy " .. name .. " #policy", function()
-    contracts(name, kv.device "cpu", number)
+    contracts(name, kv.device "cpu", nth)
   end)
   describe("policy " .. name .. " on cuda #gpu #policy", function()
     if not kv.cuda_available() then return end
-    contracts(name, kv.device "cuda", number)
+    contracts(name, kv.device "cuda", nth)
 
     it("selects and attends as on the cpu", function()
       if not kv.policy(name).decode then return end
