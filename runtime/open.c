@@ -13,9 +13,16 @@
 
 /* ---- the plug-in ------------------------------------------------------------------- */
 
+/* Without a driver the plug-in can do nothing, and loading it with its libraries takes a tenth
+ * of a second. */
 static const kvl_backend *backend_cuda_open(void) {
   static const kvl_backend *backend;
   if (backend) return backend;
+  if (!dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL)) {
+    kvl__fail(KVL_ERR_DEVICE, "cuda: no usable device (NVIDIA's driver is not here: %s)",
+              dlerror());
+    return NULL;
+  }
   Dl_info self;
   char path[PATH_MAX] = "libkvlab_cuda.so";
   if (dladdr((void *)&kvl_abi, &self)) {

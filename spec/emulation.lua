@@ -37,7 +37,7 @@ function M.problem()
   return not has and "there is no C++ compiler" or nil
 end
 
-local FLAGS = { "g++", "-std=c++17", "-O1", "-w", "-fPIC",
+local FLAGS = { "g++", "-std=c++17", "-Og", "-w", "-fPIC",
                 "-I" .. ROOT .. "/kernels",
                 "-I" .. ROOT .. "/runtime" }
 -- Halves are converted in hardware where that is there.

@@ -127,10 +127,10 @@ M.is_full = require("kvlab.command_line").full or os.getenv "KVLAB_TEST_FULL" ~=
 M.runs_sanitized = M.is_hostile or M.is_full
 M.SANITIZED = "a program under sanitizers: a hostile build and --full run it"
 
--- Kernels are compiled at -O1, which takes two thirds of the time, because specs run each
--- of them a few times only. They are compiled as they ship, at -O3, in
+-- Kernels are compiled at -Og, which takes half of the time, because specs run each of
+-- them a few times only. They are compiled as they ship, at -O3, in
 -- spec/lua/kernel/shipped_spec.lua, in programs that specs start, and with --full.
-if not M.is_full then require("kvlab.kernel.run.compiler").level = "-O1" end
+if not M.is_full then require("kvlab.kernel.run.compiler").level = "-Og" end
 
 --- A sample of a table of cases, in which any two values of two fields still come
 -- together where they do in the table; all of them if that is asked for. The case with

@@ -241,18 +241,22 @@ static inline KVL_HOT void vf_store_full(void *p, vf x, const int dtype) {
   }
   for (int i = 0; i < VF; i++) f32_store(p, i, x[i], dtype);
 }
-static inline KVL_HOT vf vf_load_n(const void *p, int n, const int dtype) {
-  if (n == VF) return vf_load_full(p, dtype);
+/* Fewer than VF. A loop ends with one of these, and inlined into each they take more time to
+ * compile than the loops. */
+static KVL_APART __attribute__((unused)) vf vf_load_few(const void *p, int n, int dtype) {
   vf x = {0};
   for (int i = 0; i < n; i++) x[i] = f32_load(p, i, dtype);
   return x;
 }
-static inline KVL_HOT void vf_store_n(void *p, vf x, int n, const int dtype) {
-  if (n == VF) {
-    vf_store_full(p, x, dtype);
-    return;
-  }
+static KVL_APART __attribute__((unused)) void vf_store_few(void *p, vf x, int n, int dtype) {
   for (int i = 0; i < n; i++) f32_store(p, i, x[i], dtype);
+}
+static inline KVL_HOT vf vf_load_n(const void *p, int n, const int dtype) {
+  return n == VF ? vf_load_full(p, dtype) : vf_load_few(p, n, dtype);
+}
+static inline KVL_HOT void vf_store_n(void *p, vf x, int n, const int dtype) {
+  if (n == VF) vf_store_full(p, x, dtype);
+  else vf_store_few(p, x, n, dtype);
 }
 #endif
 

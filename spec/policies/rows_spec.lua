@@ -163,7 +163,7 @@ end
 --- The specs on a device. within: of outputs up to about 1, summed in another order.
 local function specs(dev, tags, within)
   for nth, name in ipairs(decode_policies()) do
-    local tiers = support.one_each(NAMES, nth, not tried.own and 2)
+    local tiers = support.one_each(NAMES, nth, not tried.own and 1)
     describe("policy " .. name .. " in a decode step of several tokens #policy" .. tags,
       function()
       local PROMPTS = { { "prefill", 1, 250 }, { "prefill", 2, 61 } }

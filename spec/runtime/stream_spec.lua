@@ -1,3 +1,4 @@
+local ffi = require "ffi"
 local kv = require "kvlab"
 local support = require "spec.support"
 
@@ -151,5 +152,12 @@ describe("device", function()
   it("says why there is no CUDA device", function()
     local ok, why = kv.cuda_available()
     if not ok then assert.truthy(why:find "cuda") end
+  end)
+
+  it("loads no plug-in where there is no driver", function()
+    if pcall(ffi.load, "libcuda.so.1") then return pending "a driver is here" end
+    assert.matches("driver", select(2, kv.cuda_available()))
+    local maps = io.open("/proc/self/maps"):read "*a"
+    assert.is_nil(maps:find("libkvlab_cuda", 1, true))
   end)
 end)

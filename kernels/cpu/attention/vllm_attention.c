@@ -17,6 +17,22 @@
 
 enum { HEAD_DIM_MAX = 256, BLOCK_SIZE_MAX = 32 };
 
+/* q = scale * row `row` of the queries. */
+static KVL_APART void load_row(const struct kvl_vllm_attention_args *a, int64_t row,
+                               float scale, float *q) {
+  const int dim = a->cache.head_dim;
+  for (int d = 0; d < dim; d++) q[d] = scale * f32_load(a->q, row * dim + d, a->dtype);
+}
+
+/* Row `row` of the result: values / sum, or zeros if there was no key. */
+static KVL_APART void store_row(const struct kvl_vllm_attention_args *a, int64_t row,
+                                const float *values, float sum) {
+  const float v_scale = a->cache.v_scale ? *a->cache.v_scale : 1;
+  const int dim = a->cache.head_dim;
+  for (int d = 0; d < dim; d++)
+    f32_store(a->out, row * dim + d, sum == 0 ? 0 : values[d] * v_scale / sum, a->dtype);
+}
+
 static inline KVL_HOT void attend(const struct kvl_vllm_attention_args *a, int64_t row,
                                   const int dtype) {
   const struct kvl_vllm_view *c = &a->cache;
@@ -27,7 +43,7 @@ static inline KVL_HOT void attend(const struct kvl_vllm_attention_args *a, int64
   const float scale = a->scale * (c->k_scale ? *c->k_scale : 1);
   float q[HEAD_DIM_MAX], values[HEAD_DIM_MAX] = {0}, weights[BLOCK_SIZE_MAX];
   float top = -INFINITY, sum = 0;
-  for (int d = 0; d < dim; d++) q[d] = scale * f32_load(a->q, row * dim + d, a->dtype);
+  load_row(a, row, scale, q);
 
   for (int64_t block = 0; block * size < len; block++) {
     const int64_t physical = a->tables[seq * a->max_blocks + block];
@@ -59,9 +75,7 @@ static inline KVL_HOT void attend(const struct kvl_vllm_attention_args *a, int64
       values[d] = values[d] * keep + vf_sum(wv);
     }
   }
-  const float v_scale = c->v_scale ? *c->v_scale : 1;
-  for (int d = 0; d < dim; d++)
-    f32_store(a->out, row * dim + d, sum == 0 ? 0 : values[d] * v_scale / sum, a->dtype);
+  store_row(a, row, values, sum);
 }
 
 static int attend_piece(const void *args, int64_t begin, int64_t end) {

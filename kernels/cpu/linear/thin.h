@@ -41,6 +41,14 @@ static inline KVL_HOT void dots_step(vf *sum, const float *const *x, const void 
   }
 }
 
+/* Stores a tile whose lane r * columns + c is that of row r0 + r and column j0 + c. */
+static KVL_APART void dots_store(const struct thin *g, int64_t r0, int64_t j0, int64_t stop,
+                                 vf tile, int columns) {
+  for (int64_t r = r0; r < i64_min(r0 + VF / columns, g->rows); r++)
+    for (int64_t j = j0; j < i64_min(j0 + columns, stop); j++)
+      f32_store(g->out, r * g->n + j, tile[(r - r0) * columns + j - j0], g->out_dtype);
+}
+
 /* Computes the tile of rows from r0 on and columns from j0 on. Past the ends the last one is
  * computed again, and not stored. */
 static inline KVL_HOT void dots_tile(const struct thin *g, int64_t r0, int64_t j0,
@@ -55,10 +63,7 @@ static inline KVL_HOT void dots_tile(const struct thin *g, int64_t r0, int64_t j
   int64_t i = 0;
   for (; i + VF <= g->k; i += VF) dots_step(sum, x, y, i, VF, rows, dtype);
   if (i < g->k) dots_step(sum, x, y, i, (int)(g->k - i), rows, dtype);
-  vf total = vf_sum_lanes(sum);
-  for (int r = 0; r < rows && r0 + r < g->rows; r++)
-    for (int c = 0; c < columns && j0 + c < stop; c++)
-      f32_store(g->out, (r0 + r) * g->n + j0 + c, total[r * columns + c], g->out_dtype);
+  dots_store(g, r0, j0, stop, vf_sum_lanes(sum), columns);
 }
 
 /* ---- columns ------------------------------------------------------------------------ */

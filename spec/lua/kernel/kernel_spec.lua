@@ -6,6 +6,7 @@ local expressions = require "spec.expressions"
 local ffi = require "ffi"
 local kv = require "kvlab"
 local compiler = require "kvlab.kernel.run.compiler"
+local support = require "spec.support"
 
 local e = kv.expr
 local TOLERANCE = 1e-4
@@ -80,11 +81,15 @@ local function options(dtype, group, block_size, head_dim)
   return o
 end
 
-local function known_cases(dev, target)
-  for name, def in pairs(KNOWN) do
-    for _, case in ipairs { { "f32", 1, 8, 16 }, { "bf16", 4, 16, 64 },
-                            { "f16", 3, 4, 48 }, { "f8e4m3", 2, 16, 32 },
-                            { "bf16", 20, 8, 80 }, { "int8", 2, 16, 80 } } do
+-- dtype, group, block_size, head_dim
+local CASES = { { "f32", 1, 8, 16 }, { "bf16", 4, 16, 64 }, { "f16", 3, 4, 48 },
+                { "f8e4m3", 2, 16, 32 }, { "bf16", 20, 8, 80 }, { "int8", 2, 16, 80 } }
+
+--- most: of the cases that one kernel meets, unless --full; all kernels meet all of them.
+local function known_cases(dev, target, most)
+  for i, name in ipairs(support.names(KNOWN)) do
+    local def = KNOWN[name]
+    for _, case in ipairs(support.one_each(CASES, 2 * i, most)) do
       local title = ("%s: %s, group %d, block %d, head_dim %d"):format(name, unpack(case))
       it(title, function()
         local o = options(unpack(case))
@@ -106,7 +111,7 @@ local function random_cases(dev, target, from, to)
   end
 end
 
-describe("a kernel in Lua", function()
+describe("a kernel in Lua #release", function()
   known_cases("cpu", "lua")
   random_cases("cpu", "lua", 1, 40)
 end)
@@ -116,8 +121,8 @@ describe("a kernel in C", function()
     pending "there is no C compiler"
     return
   end
-  known_cases("cpu")
-  random_cases("cpu", nil, 1, 12)
+  known_cases("cpu", nil, 2) -- a compiler takes longer than all else
+  random_cases("cpu", nil, 1, support.is_hostile and 3 or 12)
 end)
 
 describe("code made at run time", function()

@@ -7,7 +7,7 @@ local temporary = require "spec.temporary"
 
 local tokenizer = kv.tokenizer(kv.paths.root .. "/spec/data/tokenizers/smollm.json")
 
-describe("LongBench's scores", function()
+describe("LongBench's scores #release", function()
   local rows = json.decode(files.read(kv.paths.root .. "/spec/data/tasks/longbench.json"))
 
   for _, name in ipairs { "f1", "rouge", "classes", "count", "retrieval", "retrieval_zh",
@@ -38,7 +38,7 @@ describe("LongBench's scores", function()
   end)
 end)
 
-describe("task longbench", function()
+describe("task longbench #release", function()
   local PROMPTS = { qasper = "Read.\n\n{context}\n\nAsked: {input}\nSaid:",
                     trec = "Kinds.\n{context}\n{input}", lcc = "{context}Next:\n" }
   local folder = temporary.folder()

@@ -3,7 +3,7 @@ local files = require "kvlab.files"
 local json = require "kvlab.json"
 local kv = require "kvlab"
 
-describe("scores", function()
+describe("scores #release", function()
   local rows = json.decode(files.read(kv.paths.root .. "/spec/data/tasks/scores.json"))
 
   for _, name in ipairs { "exact", "f1", "rouge_l" } do

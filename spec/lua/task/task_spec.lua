@@ -54,7 +54,7 @@ end
 local GENERATED = { "needle", "needle_multikey", "needle_multivalue", "needle_multiquery",
                     "variable_tracking", "common_words", "frequent_words" }
 
-describe("a generated task", function()
+describe("a generated task #release", function()
   for _, name in ipairs(GENERATED) do
     for _, kind in ipairs { "smollm", "gpt2", "llama2", "qwen2" } do
       it(("fills its length: %s for %s"):format(name, kind), function()
@@ -126,7 +126,7 @@ describe("a generated task", function()
   end)
 end)
 
-describe("needles", function()
+describe("needles #release", function()
   it("are in the text once each, and no other number is", function()
     for name, wanted in pairs { needle = { 1, 1 }, needle_multikey = { 1, 4 },
                                 needle_multivalue = { 4, 4 },
@@ -170,7 +170,7 @@ describe("needles", function()
   end)
 end)
 
-describe("variable tracking", function()
+describe("variable tracking #release", function()
   it("asks for the variables that its chain leads to", function()
     for _, o in ipairs { { chains = 1, hops = 4 }, { chains = 3, hops = 2 } } do
       o.length = 3000
@@ -209,7 +209,7 @@ local function sorted_list(list)
   return copy
 end
 
-describe("words", function()
+describe("words #release", function()
   it("of a list occur as often as they should", function()
     for _, o in ipairs { {}, { common = 4, often = 7, seldom = 2, length = 2500 } } do
       o.length = o.length or 9000
@@ -241,7 +241,7 @@ describe("words", function()
   end)
 end)
 
-describe("questions about passages", function()
+describe("questions about passages #release", function()
   it("have their passage among others of the file", function()
     local path = passages()
     for _, length in ipairs { 400, 1500, 9000 } do -- the last has passages twice
@@ -261,7 +261,7 @@ describe("questions about passages", function()
   end)
 end)
 
-describe("examples of a file", function()
+describe("examples of a file #release", function()
   local LINE = '{"input": "%s", "context": "%s", "answers": ["%s"], "length": 3, '
     .. '"dataset": "made", "language": "en", "all_classes": null, "_id": "x"}'
 
@@ -316,7 +316,7 @@ describe("examples of a file", function()
   end)
 end)
 
-describe("windows of a text", function()
+describe("windows of a text #release", function()
   it("are different ones, and end with the tokens to decode", function()
     local words = {}
     for i = 1, 4000 do words[i] = ("w%d"):format(i) end
@@ -372,7 +372,7 @@ describe("windows of a text", function()
   end)
 end)
 
-describe("tasks", function()
+describe("tasks #release", function()
   it("are found by name, in lua/tasks and folders of one's own", function()
     local names = kv.task.names()
     for _, name in ipairs { "examples", "needle", "passages", "perplexity" } do

@@ -15,7 +15,7 @@ local function changed(name, change)
   return temporary.file(json.encode(change(file) or file), "tokenizer.json")
 end
 
-describe("a wrong tokenizer.json", function()
+describe("a wrong tokenizer.json #release", function()
   local function refused(name, words, change)
     local path = changed(name, change)
     local ok, problem = pcall(function()
@@ -142,7 +142,7 @@ describe("a wrong tokenizer.json", function()
   end)
 end)
 
-describe("changed tokenizer files", function()
+describe("changed tokenizer files #release", function()
   --- Loads a text as a file, and uses the tokenizer if there is one.
   local function try(text, name)
     local path = temporary.file(text, "tokenizer.json")
@@ -214,7 +214,7 @@ describe("changed tokenizer files", function()
   end
 end)
 
-describe("without PCRE2", function()
+describe("without PCRE2 #release", function()
   it("a tokenizer says which package has it", function()
     assert.truthy(require("kvlab.text.regex").version():find "^1%d")
     -- A process of its own, in which no library can be opened.

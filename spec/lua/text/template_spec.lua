@@ -60,7 +60,7 @@ end
 
 local committed = goldens(library.paths.root .. "/spec/data/templates.json")
 
-describe("a template", function()
+describe("a template #release", function()
   for name in pairs(committed.templates) do
     it("of the form " .. name .. " writes what transformers writes", function()
       then_(function()
@@ -98,7 +98,7 @@ describe("a template", function()
   end
 end)
 
-describe("what kvlab does not have", function()
+describe("what kvlab does not have #release", function()
   local function refused(source, words, vars)
     assert.error_matches(function() render(source, vars) end, words)
   end
@@ -156,7 +156,7 @@ describe("what kvlab does not have", function()
   end)
 end)
 
-describe("the marks of a text", function()
+describe("the marks of a text #release", function()
   --- The parts of a text that messages say.
   local function said(source, content)
     local text, ranges = template.parse(source):render { x = value.of(content, "x") }
@@ -191,7 +191,7 @@ describe("the marks of a text", function()
   end)
 end)
 
-describe("a rendering in a task", function()
+describe("a rendering in a task #release", function()
   local slices = require "kvlab.slices"
   local SOURCE = "{% for i in range(20000) %}{{ i }}{% endfor %}"
 
@@ -224,7 +224,7 @@ describe("a rendering in a task", function()
   end)
 end)
 
-describe("a table of Lua", function()
+describe("a table of Lua #release", function()
   local function render_x(source, x) return render(source, { x = value.of(x, "x") }) end
 
   it("has no order of keys, so a template that reads it is refused", function()
@@ -256,7 +256,7 @@ describe("a table of Lua", function()
   end)
 end)
 
-describe("JSON text", function()
+describe("JSON text #release", function()
   it("keeps the order of keys, and 1.0 apart from 1", function()
     local text = '{"b": 1.0, "a": [1, -0.5, 1e3, "\\u00e9\\ud83d\\ude00\\n", {}], "c":[]}'
     assert.equal('{"b": 1.0, "a": [1, -0.5, 1000.0, "é😀\\n", {}], "c": []}',

@@ -9,7 +9,7 @@ local M = {}
 
 -- A compiler that takes longer is ended.
 M.seconds_max = 60
--- How well kernels are optimised. Specs choose -O1.
+-- How well kernels are optimised. Specs choose -Og.
 M.level = "-O3"
 
 local FLAGS = "-std=gnu17 %s -fPIC -shared -fopenmp -fvisibility=hidden -fno-math-errno "
