@@ -5,7 +5,9 @@
 -- policy, with a budget of blocks per KV head. Every question is asked on its own fork of
 -- the prefilled context. The question itself is decoded too; with question=prompt, it is
 -- read with dense attention as the end of the prompt. Policies that watch the prompt
--- (h2o, snapkv) prefill their own contexts.
+-- (h2o, snapkv) prefill their own contexts. Those that evict tokens for good (tova,
+-- snapkv_tokens) do so, too, and their budget is what they hold of the prompt; name them
+-- with --set policy=tova.
 --
 -- A budget says how many blocks a policy may select. What it reads is bytes_share: the
 -- bytes of K and V that its attention reads, and those that it reads to select, as a
@@ -28,7 +30,9 @@
 -- even, or the name of a split that divides the budget among layers or heads
 -- (lua/splits), which is then their mean. memory: resident (KV on the device), ring or
 -- hot (KV in host memory, read through a ring or a hot cache); all of them give the same
--- accuracies. format: f32, f16, bf16, f8e4m3 or int8 is what K and V are kept in.
+-- accuracies. tables: of the cache where a policy evicts, by layer or by head. held_share
+-- is the share of the context's tokens that is held. format: f32, f16, bf16, f8e4m3 or
+-- int8 is what K and V are kept in.
 local kv = require "kvlab"
 local exam = require "models.recall.exam"
 
@@ -50,6 +54,7 @@ local function exam_of(config)
                           "question", "format" } do
     o[name] = config[name]
   end
+  if kv.policy(config.policy).evict then o.tables = config.tables end
   return o
 end
 
@@ -74,6 +79,7 @@ local function run(config)
   metrics.note = kv.policy.note(policy,
     math.ceil(config.context / config.block_size), config.block_size)
   metrics.accuracy, metrics.step_us = accuracy, step_us
+  metrics.held_share = sitting:held_share()
   return metrics
 end
 
@@ -88,11 +94,12 @@ kv.experiment.run {
   },
   defaults = { prompts = 8, needles = 32, block_size = 16, memory = "resident",
                question = "decode", unit = "ratio", format = "bf16",
-               split = "even" },
+               split = "even", tables = "head" },
   quick = { context = { 512, 1024 }, prompts = 2 },
-  proportions = { accuracy = "questions", "attention_mass", "bytes_share" },
+  proportions = { accuracy = "questions", "attention_mass", "bytes_share",
+                  "held_share" },
   metrics = { "accuracy", "attention_mass", "output_error", "blocks_read", "bytes_read",
-              "bytes_share", "step_us", "questions" },
+              "bytes_share", "held_share", "step_us", "questions" },
   check = check, run = run,
   table = {
     { rows = "policy", columns = "budget", value = "accuracy", beside = "bytes_share",

@@ -283,7 +283,7 @@ local function prefill_step(self, seqs, counts, tokens, ends_prompts)
   return forward(self)
 end
 
-local function prefill(self, seq, tokens, each)
+local function prefill(self, seq, tokens, each, goes_on)
   local states, n
   for first = 1, #tokens, self.chunk do
     local chunk = {}
@@ -291,7 +291,7 @@ local function prefill(self, seq, tokens, each)
       chunk[#chunk + 1] = tokens[i]
     end
     n = #chunk
-    local ends_prompts = first + n > #tokens and { true } or nil
+    local ends_prompts = first + n > #tokens and not goes_on and { true } or nil
     states = prefill_step(self, { seq }, { n }, chunk, ends_prompts)
     if each then each(states) end
   end
@@ -303,11 +303,12 @@ end
 ---@param seq kvlab.Sequence
 ---@param tokens integer[]
 ---@param each? fun(states: kvlab.Tensor)  sees each chunk's states [n, hidden]
+---@param goes_on? boolean  more of the prompt follows, so nothing is evicted yet (false)
 ---@return kvlab.Tensor logits  of the last token, f32 [1, vocab], valid until the next
 --                              step
-function Engine:prefill(seq, tokens, each)
+function Engine:prefill(seq, tokens, each, goes_on)
   check_tokens(self, tokens)
-  return self.cache:transaction(prefill, self, seq, tokens, each)
+  return self.cache:transaction(prefill, self, seq, tokens, each, goes_on)
 end
 
 local function prefill_batch(self, seqs, counts, tokens, ends_prompts, each)

@@ -40,7 +40,15 @@ function M.new(shape, bytes_token)
     of_layer = 0, has_keys = false, has_values = false, owned = {} }, Reads)
 end
 
---- The blocks of a step's sequences, over KV heads.
+--- The blocks of the texts of a step's sequences, over KV heads, which dense attention
+-- reads where nothing was evicted.
+local function blocks_of_text(self, ctx)
+  local blocks, seqs = 0, ctx.sequences
+  for i = 1, #seqs do blocks = blocks + math.ceil(seqs[i]:length() / ctx.block_size) end
+  return blocks * self.shape.kv_heads
+end
+
+--- The blocks that a step's sequences hold, over KV heads.
 local function blocks_of(self, ctx)
   local blocks, seqs = 0, ctx.sequences
   local by_layer = ctx.batch and ctx.batch.use_layer
@@ -63,7 +71,7 @@ end
 --- Ends a layer, which has what was counted since the layer before.
 ---@param is_observed boolean  an observer was attached
 function Reads:end_layer(ctx, is_observed)
-  local all = blocks_of(self, ctx)
+  local all = blocks_of_text(self, ctx)
   local cuts = ctx.batch and ctx.batch.cuts -- where each head may be a sequence
   local steps = ctx.layer == 0 and ctx.seqs / (cuts and cuts.heads or 1) or 0
   self.scored, self.steps = self.scored + self.of_layer, self.steps + steps

@@ -33,7 +33,7 @@ Exam.__index = Exam
 local function read_contexts(self)
   for i, prompt in ipairs(self.prompts) do
     self.seqs[i] = self.engine:sequence()
-    self.engine:prefill(self.seqs[i], prompt.tokens)
+    self.engine:prefill(self.seqs[i], prompt.tokens, nil, self.question == "prompt")
   end
 end
 
@@ -53,6 +53,7 @@ local OPTIONS = {
   block_size = options.required(options.count), seed = options.any_integer,
   question = options.one_of("decode", "prompt", "row", "chain", "sum"),
   hops = options.count, even = options.boolean, offload = OFFLOAD,
+  tables = options.one_of("one", "layer", "head"),
   format = options.one_of(unpack(formats.NAMES)),
 }
 
@@ -73,7 +74,8 @@ end
 --                 the last answer counts; in a sum all answers are added, and the sum
 --                 counts. The exam does the naming and adding ("decode"); even: spreads
 --                 the needles evenly (false); offload: keeps KV in host memory, with
---                 these options of kv.cache's offload; format: of the cache (bf16)
+--                 these options of kv.cache's offload; tables, format: of the cache
+--                 ("one", bf16)
 ---@return models.recall.Exam
 function M.open(o)
   o = options.check("exam.open", o, OPTIONS)
@@ -91,10 +93,12 @@ function M.open(o)
   local self = setmetatable({ prompts = {}, seqs = {}, question = o.question,
     hops = hops, questions = math.min(M.QUERIES, math.floor(o.needles / hops)) }, Exam)
   self.engine = model:engine {
-    blocks = o.prompts * blocks + M.QUERIES * (2 + math.ceil(6 * hops / o.block_size)),
+    blocks = o.prompts * blocks + ((o.tables or "one") == "one"
+      and M.QUERIES * (2 + math.ceil(6 * hops / o.block_size))
+      or (M.QUERIES + 1) * blocks), -- where tokens are evicted, forks copy all blocks
     block_size = o.block_size,
     max_seqs = M.QUERIES, max_blocks = blocks, offload = o.offload,
-    format = o.format,
+    format = o.format, tables = o.tables,
   }
   local seed = o.seed or 0
   for i = 1, o.prompts do
@@ -130,10 +134,21 @@ local function read_questions(engine, forks, queries, question, times)
   end
 end
 
+--- Counts what a sequence holds, and would hold if nothing were evicted.
+local function count_held(self, seq)
+  local cache = self.engine.cache
+  for layer = 0, cache.cut_layers - 1 do
+    for head = 0, cache.cut_heads - 1 do
+      self.held = self.held + seq:held(layer, head)
+      self.texts = self.texts + seq:length()
+    end
+  end
+end
+
 --- Asks all questions of one context and returns which were answered right. The probe
 -- observes while the answers are given.
-local function ask(engine, seq, queries, question, probe, times)
-  local forks = {}
+local function ask(self, seq, queries, probe, times)
+  local engine, question, forks = self.engine, self.question, {}
   for i = 1, #queries do forks[i] = seq:fork() end
   engine.attention.probe = nil
   read_questions(engine, forks, queries, question, times)
@@ -143,6 +158,7 @@ local function ask(engine, seq, queries, question, probe, times)
   local right = {}
   for i, query in ipairs(queries) do
     right[i] = first[i] == query.answer[1] and second[i] == query.answer[2]
+    count_held(self, forks[i])
     forks[i]:close()
   end
   return right
@@ -157,7 +173,8 @@ end
 
 --- Asks questions of several lookups, all on forks of one context: `groups` are the
 -- lookups of each. In a chain, the answer that was given names the next key.
-local function ask_in_turn(engine, seq, groups, hops, is_chain, probe, times)
+local function ask_in_turn(self, seq, groups, probe, times)
+  local engine, hops, is_chain = self.engine, self.hops, self.question == "chain"
   local forks, asks, given = {}, {}, {}
   for i, group in ipairs(groups) do
     forks[i], asks[i], given[i] = seq:fork(), group[1], {}
@@ -187,14 +204,15 @@ local function ask_in_turn(engine, seq, groups, hops, is_chain, probe, times)
     else
       right[i] = sum_of(given[i]) == sum_of(answers)
     end
+    count_held(self, forks[i])
     forks[i]:close()
   end
   return right
 end
 
 --- Asks the questions one after the other on one fork.
-local function ask_in_row(engine, seq, queries, probe, times)
-  local fork, right = seq:fork(), {}
+local function ask_in_row(self, seq, queries, probe, times)
+  local engine, fork, right = self.engine, seq:fork(), {}
   local function decode(token)
     local start = kv.C.kvl_clock_ns()
     local likeliest = engine:decode({ fork }, { token }):argmax():item()
@@ -210,13 +228,17 @@ local function ask_in_row(engine, seq, queries, probe, times)
     engine.attention.probe = nil
     decode(query.answer[2])
   end
+  count_held(self, fork)
   fork:close()
   return right
 end
 
---- Decodes with a policy from now on. If it watches the prompt, the prompt is read again.
+--- Decodes with a policy from now on. If it watches the prompt or evicts tokens of it, or
+-- the one before did, the prompt is read again.
 local function use_policy(self, policy)
-  if not policy.watches_prompt then
+  local evicted = self.evicted
+  self.evicted = policy.evict ~= nil
+  if not (policy.watches_prompt or policy.evict or evicted) then
     self.engine:use_policy(policy, self.seqs)
     return
   end
@@ -238,6 +260,7 @@ local OBSERVER = options.optional(options.like("an observer", "observe"))
 function Exam:ask(policy, probe, each)
   use_policy(self, policy)
   local engine, right, times = self.engine, 0, {}
+  self.held, self.texts = 0, 0
   local observer = probe and probe(engine.attention)
   options.argument("ask", "what probe returns", observer, OBSERVER)
   local kind = self.question
@@ -245,12 +268,11 @@ function Exam:ask(policy, probe, each)
     local seq, queries = self.seqs[i], prompt.queries
     local answers
     if kind == "row" then
-      answers = ask_in_row(engine, seq, queries, observer, times)
+      answers = ask_in_row(self, seq, queries, observer, times)
     elseif kind == "chain" or kind == "sum" then
-      answers = ask_in_turn(engine, seq, queries, self.hops, kind == "chain", observer,
-        times)
+      answers = ask_in_turn(self, seq, queries, observer, times)
     else
-      answers = ask(engine, seq, queries, kind, observer, times)
+      answers = ask(self, seq, queries, observer, times)
     end
     for n, query in ipairs(prompt.queries) do
       if answers[n] then right = right + 1 end
@@ -261,6 +283,10 @@ function Exam:ask(policy, probe, each)
   return right / (self.questions * #self.prompts), times[math.ceil(#times / 2)] or 0 / 0,
     observer
 end
+
+--- The share of their texts that the sequences held which answered, over layers and KV
+-- heads.
+function Exam:held_share() return self.held / self.texts end
 
 --- Gives the KV memory back.
 function Exam:close() self.engine.cache:close() end
