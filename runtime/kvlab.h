@@ -426,17 +426,21 @@ int kvl_sequences_rewind(kvl_sequence *const *seqs, const int32_t *lengths, int 
                          const int32_t *copies, int pairs);
 /* Evicts tokens for good. Cut c keeps kept[c] of its tokens, and holds at most caps[c] from now
  * on: tokens that are appended later take the places of others. Where it keeps fewer than it
- * holds, it gets new blocks, whose memory the caller fills, and drops the old ones. May take
- * blocks of the watermark. The text keeps its length. Errors: INVALID, NO_BLOCKS; then nothing
- * has changed. */
-int kvl_sequence_keep(kvl_sequence *seq, const int32_t *kept, const int32_t *caps);
+ * holds, it gets new blocks, whose memory the caller fills; the old ones belong to `before`,
+ * which the caller closes when the eviction is final, or gives to kvl_sequence_restore. May
+ * take blocks of the watermark. The text keeps its length. Errors: INVALID, NO_BLOCKS,
+ * NO_MEMORY; then nothing has changed. */
+int kvl_sequence_keep(kvl_sequence *seq, const int32_t *kept, const int32_t *caps,
+                      kvl_sequence **before);
+/* Takes an eviction back, once all that came after it is taken back. Close `before` then.
+ * Errors: INVALID. */
+int kvl_sequence_restore(kvl_sequence *seq, kvl_sequence *before);
+/* How many blocks the cut that holds most would have after an append of `tokens` tokens. */
+int kvl_sequence_grown(const kvl_sequence *seq, int tokens, int replaces);
 /* Replaces at most `room` blocks that others have, too, by new ones: copies gets pairs (from,
  * to), whose memory the caller copies. Returns how many: if `room`, there may be more. Errors:
  * NO_BLOCKS, after which `copies` is not known: close the sequence. */
 int kvl_sequence_unshare(kvl_sequence *seq, int32_t *copies, int room);
-/* Two sequences of one cache change places: each has the text, the blocks and the caps of the
- * other. Errors: INVALID. */
-int kvl_sequence_swap(kvl_sequence *a, kvl_sequence *b);
 /* Writes the block table of a cut, padded with -1 to `width`. Returns how many blocks it has.
  * Errors: INVALID if the table is longer. */
 int kvl_sequence_table(const kvl_sequence *seq, int cut, int32_t *row, int width);

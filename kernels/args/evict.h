@@ -5,6 +5,8 @@
 
 #include "page.h"
 
+#define KVL__LOWEST (-__builtin_huge_valf())
+
 struct kvl_copy_tokens_args {
   struct kvl_pages src, dst; /* may differ in memory and blocks only */
   const int64_t *from, *to;  /* [n] */
@@ -23,8 +25,8 @@ struct kvl_replace_args {
   int32_t block_size, sink, recent;
 };
 
-/* What decides who goes: a token's score, then its position. Smaller goes first; those of
- * class 1 after all of class 0. */
+/* What decides who goes: the kind, then a token's score, then its position. Smaller goes
+ * first. */
 struct kvl_worth {
   int32_t kind; /* 0: may go, 1: recent, 2: a sink */
   float score, position;
@@ -43,7 +45,7 @@ KVL_INLINE struct kvl_worth kvl__worth(const struct kvl_replace_args *a, int64_t
   struct kvl_worth w = {position < (float)a->sink                          ? 2
                         : position >= (float)(a->now[row] - a->recent + 1) ? 1
                                                                            : 0,
-                        score == score ? score : -3.4028235e38f, position, i};
+                        score == score ? score : KVL__LOWEST, position, i};
   return w;
 }
 /* The tokens of a row that may be looked at. */
@@ -52,6 +54,11 @@ KVL_INLINE int32_t kvl__row_tokens(const struct kvl_replace_args *a, int64_t row
   if (a->n < most) most = a->n;
   if (a->cells - a->firsts[row] < most) most = a->cells - a->firsts[row];
   return a->lens[row] < most ? a->lens[row] : (int32_t)most;
+}
+/* There is no place for the new token of a row. */
+KVL_INLINE void kvl__put_nowhere(const struct kvl_replace_args *a, int64_t row) {
+  a->index[row] = a->blocks[row] = -1, a->block_tokens[row] = 0;
+  a->places[row] = -1, a->replaced[row] = 0;
 }
 /* Writes where the new token of a row goes: to `index`. */
 KVL_INLINE void kvl__put_new(const struct kvl_replace_args *a, int64_t row, int32_t index) {

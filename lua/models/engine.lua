@@ -376,7 +376,8 @@ local function record_decode(self, count, key, compute)
   journal.recording = nil
   C.kvl_interrupt_hold(-1)
   if not ok then error(graph, 0) end
-  local recorded = { graph = graph, entries = entries }
+  local recorded = { graph = graph, entries = entries,
+                     growths = self.attention.shape.growths }
   self.graphs[key] = recorded
   return recorded
 end
@@ -392,6 +393,9 @@ end
 ---@param compute fun(self, count): kvlab.Tensor  launches the step
 local function replay_decode(self, count, key, compute)
   local recorded = self.graphs[key]
+  if recorded and recorded.growths ~= self.attention.shape.growths then
+    recorded = false -- a tally has other memory now
+  end
   if recorded == nil then
     local logits = compute(self, count)
     self.graphs[key] = false

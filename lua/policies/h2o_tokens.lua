@@ -11,7 +11,7 @@ local e = kv.expr
 
 return kv.policy.define {
   name = "h2o_tokens", decode = true, own_bytes = 0, watches_prompt = true,
-  defaults = { ratio = 0.1, min_blocks = 4, sink = 0, recent = 2 },
+  defaults = { ratio = 0.1, sink = 0, recent = 2 },
   emit = { mass = e.weight:mean "head" },
 
   init = function(self, shape) self.mass = kv.tally(shape, nil, 0, "token") end,

@@ -22,7 +22,7 @@ end
 
 return kv.policy.define {
   name = "keydiff_tokens", decode = true, own_bytes = 0, prompt_only = true,
-  defaults = { ratio = 0.1, min_blocks = 4, sink = 0, recent = 0 },
+  defaults = { ratio = 0.1, sink = 0, recent = 0 },
 
   evict = function(_, ctx)
     local worth = kv.zeros(ctx.device, "f32",

@@ -11,9 +11,13 @@
 -- Fails   questions that come after the prompt
 local kv = require "kvlab"
 
-local function keep_queries(self, ctx, seq, _, first, count)
-  local kept = seq.state[self] or {}
-  kept[ctx.layer] = ctx:newest_queries(kept[ctx.layer], first, count, self.window)
+--- seq.state[self]: the newest queries of the prompt, by layer, and of which layers the
+-- prompt is over.
+local function keep_queries(self, ctx, seq, i, first, count)
+  local kept = seq.state[self] or { is_over = {} }
+  local old = not kept.is_over[ctx.layer] and kept[ctx.layer] or nil
+  kept[ctx.layer] = ctx:newest_queries(old, first, count, self.window)
+  kept.is_over[ctx.layer] = ctx.ends_prompts ~= nil and ctx.ends_prompts[i + 1]
   seq.state[self] = kept
 end
 
@@ -42,7 +46,7 @@ end
 return kv.policy.define {
   name = "snapkv_tokens", decode = true, own_bytes = 0, watches_prompt = true,
   prompt_only = true,
-  defaults = { ratio = 0.1, min_blocks = 4, sink = 0, recent = 0, window = 32, pool = 5 },
+  defaults = { ratio = 0.1, sink = 0, recent = 0, window = 32, pool = 5 },
   takes = { window = kv.policy.count, pool = kv.policy.count },
 
   attention_finished = function(self, ctx)
@@ -54,13 +58,14 @@ return kv.policy.define {
     for i = 0, ctx.seqs - 1 do
       if ctx.ends_prompts[i + 1] then
         kv.scope(vote, self, ctx, i, worth:index(i))
-        ctx.sequences[i + 1].state[self][ctx.layer] = nil
       end
     end
     return worth
   end,
   inherit = function(self, seq, fork)
-    fork.state[self] = {}
-    for layer, q in pairs(seq.state[self] or {}) do fork.state[self][layer] = q end
+    local state = { is_over = {} }
+    for key, value in pairs(seq.state[self] or {}) do state[key] = value end
+    state.is_over = { [0] = state.is_over[0], unpack(state.is_over) }
+    fork.state[self] = state
   end,
 }

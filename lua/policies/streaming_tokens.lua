@@ -8,7 +8,7 @@ local kv = require "kvlab"
 
 return kv.policy.define {
   name = "streaming_tokens", decode = true, own_bytes = 0,
-  defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 0 },
+  defaults = { ratio = 0.1, sink = 1, recent = 0 },
 
   evict = function() return nil end,
 }

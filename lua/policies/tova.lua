@@ -11,7 +11,7 @@ local e = kv.expr
 
 return kv.policy.define {
   name = "tova", decode = true, own_bytes = 0, watches_prompt = true,
-  defaults = { ratio = 0.1, min_blocks = 4, sink = 0, recent = 0 },
+  defaults = { ratio = 0.1, sink = 0, recent = 0 },
   emit = { newest = e.where(e.query_index:ge(e.length - 1), e.weight, 0):mean "head" },
 
   init = function(self, shape) self.newest = kv.tally(shape, nil, 0, "token") end,

@@ -180,10 +180,7 @@ int kvl_sequence_held(const kvl_sequence *seq, int cut) {
 
 /* The last block of a cut is partly full and shared. */
 static int is_open_shared(const kvl_sequence *seq, int cut) {
-  const int size = seq->pool->block_size;
-  if (!seq->may_share) return 0;
-  return seq->held[cut] % size &&
-         seq->pool->refs[kvl__table(seq, cut)[kvl__count(seq, cut) - 1]] > 1;
+  return seq->held[cut] % seq->pool->block_size && seq->pool->refs[seq->last[cut]] > 1;
 }
 
 /* Fails if a token would take a place in a page that others have, too. */
@@ -387,10 +384,12 @@ int kvl_sequence_table(const kvl_sequence *seq, int cut, int32_t *row, int width
 
 /* ---- eviction -------------------------------------------------------------------------- */
 
-int kvl_sequence_keep(kvl_sequence *seq, const int32_t *kept, const int32_t *caps) {
+int kvl_sequence_keep(kvl_sequence *seq, const int32_t *kept, const int32_t *caps,
+                      kvl_sequence **before) {
   KVL__NEED(seq);
   KVL__NEED(kept);
   KVL__NEED(caps);
+  KVL__NEED(before);
   kvl_pool *p = seq->pool;
   int64_t need = 0;
   for (int c = 0; c < seq->cuts; c++) {
@@ -405,9 +404,20 @@ int kvl_sequence_keep(kvl_sequence *seq, const int32_t *kept, const int32_t *cap
     return kvl__fail(KVL_ERR_NO_BLOCKS,
                      "out of blocks: an eviction needs %lld, %d of %d free", (long long)need,
                      p->free_count, p->blocks);
+  kvl_sequence *old;
+  int status = kvl_sequence_open(p, seq->layers, seq->heads, &old);
+  if (status == KVL_OK) status = grow(old, seq->capacity);
+  if (status < 0) {
+    kvl_sequence_close(old);
+    return status;
+  }
+  old->length = seq->length, old->floor = seq->floor, old->lifted = seq->lifted;
   for (int c = 0; c < seq->cuts; c++) {
-    if (kept[c] < seq->held[c]) {
-      drop(seq, c, 0);
+    old->base[c] = seq->base[c], old->cap[c] = seq->cap[c];
+    if (kept[c] < seq->held[c]) { /* the old blocks are those of `old` now */
+      memcpy(kvl__table(old, c), kvl__table(seq, c),
+             (size_t)kvl__count(seq, c) * sizeof *seq->blocks);
+      old->held[c] = seq->held[c], old->last[c] = seq->last[c];
       seq->held[c] = kept[c];
       kvl__pool_take(p, kvl__count(seq, c), kvl__table(seq, c));
       note_last(seq, c);
@@ -417,7 +427,42 @@ int kvl_sequence_keep(kvl_sequence *seq, const int32_t *kept, const int32_t *cap
   seq->floor = seq->length;
   seq->lifted = INT32_MAX;
   seq->edits++;
+  *before = old;
   return KVL_OK;
+}
+
+int kvl_sequence_restore(kvl_sequence *seq, kvl_sequence *before) {
+  KVL__NEED(seq);
+  KVL__NEED(before);
+  if (seq->pool != before->pool || seq->cuts != before->cuts || before->length != seq->length)
+    return kvl__fail(KVL_ERR_INVALID,
+                     "restore: the sequences have %d tables and %d tokens, and %d and %d, "
+                     "expected what keep made of this sequence, with its length",
+                     seq->cuts, seq->length, before->cuts, before->length);
+  for (int c = 0; c < seq->cuts; c++) {
+    if (before->held[c]) {
+      drop(seq, c, 0);
+      seq->held[c] = before->held[c], seq->last[c] = before->last[c];
+      memcpy(kvl__table(seq, c), kvl__table(before, c),
+             (size_t)kvl__count(seq, c) * sizeof *seq->blocks);
+      before->held[c] = 0;
+    }
+    seq->base[c] = before->base[c], seq->cap[c] = before->cap[c];
+  }
+  seq->floor = before->floor, seq->lifted = before->lifted;
+  seq->edits++;
+  return KVL_OK;
+}
+
+int kvl_sequence_grown(const kvl_sequence *seq, int tokens, int replaces) {
+  KVL__NEED(seq);
+  int64_t most = 0;
+  for (int c = 0; c < seq->cuts; c++) {
+    const int64_t held = replaces ? kvl__held_at(seq, c, (int64_t)seq->length + tokens)
+                                  : (int64_t)seq->held[c] + tokens;
+    most = held > most ? held : most;
+  }
+  return kvl__blocks_for(seq->pool, most);
 }
 
 int kvl_sequence_unshare(kvl_sequence *seq, int32_t *copies, int room) {
@@ -441,25 +486,4 @@ int kvl_sequence_unshare(kvl_sequence *seq, int32_t *copies, int room) {
     }
   seq->may_share = 0;
   return count;
-}
-
-int kvl_sequence_swap(kvl_sequence *a, kvl_sequence *b) {
-  KVL__NEED(a);
-  KVL__NEED(b);
-  if (a->pool != b->pool || a->layers != b->layers || a->heads != b->heads)
-    return kvl__fail(KVL_ERR_INVALID,
-                     "swap: the sequences have %d x %d and %d x %d tables, expected those of "
-                     "one cache",
-                     a->layers, a->heads, b->layers, b->heads);
-  for (int c = 0; c < 4 * a->cuts; c++) { /* held, base, cap and last */
-    const int32_t x = a->held[c];
-    a->held[c] = b->held[c], b->held[c] = x;
-  }
-  const kvl_sequence old = *a;
-  a->length = b->length, a->floor = b->floor, a->lifted = b->lifted;
-  a->capacity = b->capacity, a->blocks = b->blocks, a->may_share = b->may_share;
-  b->length = old.length, b->floor = old.floor, b->lifted = old.lifted;
-  b->capacity = old.capacity, b->blocks = old.blocks, b->may_share = old.may_share;
-  a->edits++, b->edits++;
-  return KVL_OK;
 }

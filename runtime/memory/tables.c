@@ -104,8 +104,8 @@ int kvl_sequences_step(kvl_sequence *const *seqs, const int32_t *tokens, int n, 
           const int b = first + i < last ? first + i : last;
           if (at >= touched)
             return kvl__fail(KVL_ERR_INVALID, "step: touched is %d, expected more", touched);
-          blocks[(int64_t)layer * touched + at] =
-              b == last ? seq->last[c] : kvl__table(seq, c)[b];
+          blocks[(int64_t)layer * touched + at] = b == last ? seq->last[c]
+                                                            : kvl__table(seq, c)[b];
           block_tokens[(int64_t)layer * touched + at] = held - b * size < size
                                                             ? held - b * size
                                                             : size;

@@ -12,6 +12,9 @@ int kvl_copy_tokens(const kvl_tensor *src, const kvl_tensor *from, const kvl_ten
   args.dst = kvl__pages_arg(&c, "dst", dst, format,
                             "blocks_dst 2 kv_heads block_size head_dim");
   kvl__expect_same_pages(&c, "dst", &args.dst, &args.src);
+  if (args.src.key.bytes_row != args.src.value.bytes_row)
+    kvl__call_fail(&c, "src has keys of %d bytes and values of %d, expected the same",
+                   args.src.key.bytes_row, args.src.value.bytes_row);
   kvl__arg(&c, "from", from, KVL__I64, "n");
   kvl__arg(&c, "to", to, KVL__I64, "n");
   if (c.status < 0) return c.status;

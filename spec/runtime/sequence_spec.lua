@@ -468,13 +468,22 @@ local function ints(list)
 end
 
 --- Evicts: kept and caps are numbers for all cuts, or lists.
+-- Returns the status, and what the sequence held before.
 local function keep(seq, kept, caps)
-  local k, c = {}, {}
+  local k, c, before = {}, {}, ffi.new "kvl_sequence *[1]"
   for i = 1, CUTS do
     k[i] = type(kept) == "table" and kept[i] or kept
     c[i] = type(caps) == "table" and caps[i] or caps
   end
-  return C.kvl_sequence_keep(seq, ints(k), ints(c))
+  local status = C.kvl_sequence_keep(seq, ints(k), ints(c), before)
+  return status, status == 0 and ffi.gc(before[0], C.kvl_sequence_close) or nil
+end
+
+--- The same, for good.
+local function evict(seq, kept, caps)
+  local status, before = keep(seq, kept, caps)
+  if before then close(before) end
+  return status
 end
 
 local function held_of(seq)
@@ -503,12 +512,44 @@ local function check_owners(pool, pages, seqs)
 end
 
 describe("a sequence whose tokens are evicted", function()
+  it("is what it was when the eviction is taken back", function()
+    local pool = pool_of(80, 4)
+    local seq = sequence_of(pool, LAYERS, HEADS)
+    append_cuts({ seq }, { 20 })
+    evict(seq, { 20, 12, 12, 12, 12, 12 }, 24)
+    append_cuts({ seq }, { 1 }, 1)
+    local want, held, free = cuts_of(seq, 8), held_of(seq), C.kvl_pool_blocks_free(pool)
+    local _, before = keep(seq, { 21, 5, 13, 5, 5, 5 }, { 21, 5, 13, 5, 5, 5 })
+    append_cuts({ seq }, { 1 }, 1) -- full cuts: nothing is shared with `before`
+    assert.equal(C.KVL_ERR_INVALID, C.kvl_sequence_restore(seq, before))
+    local handles, lengths = ffi.new("kvl_sequence *[1]", seq), ints { 21 }
+    kv.check(C.kvl_sequences_rewind(handles, lengths, 1, nil, 0))
+    kv.check(C.kvl_sequence_restore(seq, before))
+    close(before)
+    assert.same(want, cuts_of(seq, 8))
+    assert.same(held, held_of(seq))
+    assert.equal(free, C.kvl_pool_blocks_free(pool))
+  end)
+
+  it("is copied where others hold its open block, however they came to it", function()
+    local pool = pool_of(20, 4)
+    local seq = sequence_of(pool)
+    append({ seq }, { 6 })
+    kv.check(C.kvl_pool_hold(pool, 1))
+    local n, places = append({ seq }, { 1 })
+    assert.equal(1, n)
+    assert.equal(2 * 4 + 2, places[1])
+  end)
+
   it("has fresh pages for what it keeps, and gives the others back", function()
     local pool = pool_of(60, 4)
     local seq = sequence_of(pool, LAYERS, HEADS)
     append_cuts({ seq }, { 20 })
     local before = cuts_of(seq, 8)
-    assert.equal(0, keep(seq, { 8, 20, 3, 8, 8, 1 }, { 8, 24, 8, 8, 8, 8 }))
+    local status, old = keep(seq, { 8, 20, 3, 8, 8, 1 }, { 8, 24, 8, 8, 8, 8 })
+    assert.equal(0, status)
+    assert.equal(60 - 30 - (2 + 1 + 2 + 2 + 1), C.kvl_pool_blocks_free(pool))
+    close(old)
     local after = cuts_of(seq, 8)
     assert.same({ 8, 20, 3, 8, 8, 1 }, held_of(seq))
     assert.equal(60 - (2 + 5 + 1 + 2 + 2 + 1), C.kvl_pool_blocks_free(pool))
@@ -521,7 +562,9 @@ describe("a sequence whose tokens are evicted", function()
     local pool = pool_of(100, 4)
     local seq = sequence_of(pool, LAYERS, HEADS)
     append_cuts({ seq }, { 20 })
-    keep(seq, { 8, 8, 6, 8, 8, 8 }, { 8, 8, 8, 8, 8, 2 ^ 31 - 1 })
+    evict(seq, { 8, 8, 6, 8, 8, 8 }, { 8, 8, 8, 8, 8, 2 ^ 31 - 1 })
+    assert.equal(3, C.kvl_sequence_grown(seq, 1, 1)) -- of the last cut
+    assert.equal(4, C.kvl_sequence_grown(seq, 5, 0))
     for step = 1, 4 do
       local status, places = append_cuts({ seq }, { 1 }, 1)
       assert.equal(0, status)
@@ -553,19 +596,19 @@ describe("a sequence whose tokens are evicted", function()
     local seq = sequence_of(pool, LAYERS, HEADS)
     append_cuts({ seq }, { 20 }) -- 30 of 40 pages
     for _, bad in ipairs { { 0, 8 }, { 21, 24 }, { 8, 7 } } do
-      assert.equal(C.KVL_ERR_INVALID, keep(seq, bad[1], bad[2]))
+      assert.equal(C.KVL_ERR_INVALID, evict(seq, bad[1], bad[2]))
     end
     local before = cuts_of(seq, 8)
-    assert.equal(C.KVL_ERR_NO_BLOCKS, keep(seq, 8, 8)) -- 12 pages
+    assert.equal(C.KVL_ERR_NO_BLOCKS, evict(seq, 8, 8)) -- 12 pages
     assert.same(before, cuts_of(seq, 8))
-    assert.equal(0, keep(seq, 4, 8))
+    assert.equal(0, evict(seq, 4, 8))
   end)
 
   it("writes to no page that a fork has, before it has its own", function()
     local pool = pool_of(60, 4)
     local seq = sequence_of(pool, LAYERS, HEADS)
     append_cuts({ seq }, { 12 })
-    keep(seq, 8, 8)
+    evict(seq, 8, 8)
     local fork = fork_of(seq)
     for _, one in ipairs { seq, fork } do
       assert.equal(C.KVL_ERR_INVALID, (append_cuts({ one }, { 1 }, 1)))
@@ -601,13 +644,23 @@ describe("a sequence whose tokens are evicted", function()
           kept[cut] = 1 + rng(held)
           caps[cut] = kept[cut] + rng(10)
         end
-        if keep(seq, kept, caps) < 0 then failed = failed + 1 end
+        if evict(seq, kept, caps) < 0 then failed = failed + 1 end
       elseif kind == 6 then
-        local before = fork_of(seq) -- an eviction that is undone
-        if length > 0 and keep(seq, 1, 4) == 0 then
-          kv.check(C.kvl_sequence_swap(seq, before))
+        local held, before = held_of(seq), nil -- an eviction that is undone
+        if length > 0 then
+          local list = {}
+          for cut = 1, CUTS do list[cut] = rng(2) == 0 and held[cut] or 1 end
+          before = select(2, keep(seq, list, 2 ^ 20))
         end
-        close(before)
+        if before then
+          append_cuts({ seq }, { 3 }) -- what follows is undone first
+          if C.kvl_sequence_length(seq) > length then
+            kv.check(C.kvl_sequence_truncate(seq, length))
+          end
+          kv.check(C.kvl_sequence_restore(seq, before))
+          close(before)
+        end
+        assert.same(held, held_of(seq))
         assert.equal(length, C.kvl_sequence_length(seq))
       elseif kind == 7 then
         local copies = ffi.new("int32_t[?]", 2 * 700)

@@ -9,7 +9,10 @@ static int rows_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_replace_args *a = args;
   for (int64_t r = begin; r < end; r++) {
     const int32_t count = kvl__row_tokens(a, r);
-    if (count < 1) continue;
+    if (count < 1) {
+      kvl__put_nowhere(a, r);
+      continue;
+    }
     int32_t index = count - 1;
     if (a->wanted[r] < 0) {
       struct kvl_worth least = kvl__worth(a, r, 0);

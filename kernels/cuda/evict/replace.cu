@@ -37,10 +37,14 @@ __device__ __forceinline__ kvl_worth least_of_warp(kvl_worth w) {
 __global__ void __launch_bounds__(THREADS)
     replace(const __grid_constant__ kvl_replace_args a) {
   __shared__ kvl_worth found[THREADS / WARP];
+  let_next_start();
   wait_for_previous();
   const int64_t row = blockIdx.x;
   const int32_t count = kvl__row_tokens(&a, row);
-  if (count < 1) return;
+  if (count < 1) {
+    if (threadIdx.x == 0) kvl__put_nowhere(&a, row);
+    return;
+  }
   if (a.wanted[row] >= 0) {
     if (threadIdx.x == 0) kvl__put_new(&a, row, count - 1);
     return;

@@ -39,6 +39,7 @@ local M = {}
 ---@field open_limit integer      the most that a sequence with as many tokens can touch
 ---@field pads integer[]          of each sequence, how often its last touched block is
 --                                listed once more, see append
+---@field replaces boolean        see append
 ---@field turns integer           blocks that this step began or filled, or that were open
 --                                after a truncation
 ---@field placement table         what the cache's memory tier knows of the step
@@ -226,10 +227,10 @@ local function take_sequence(self, i, seq, count)
 end
 
 --- Checks the arguments and fills handles and counts. Returns the sum of counts.
-local function take_counts(self, seqs, counts, tokens)
+local function take_counts(self, seqs, counts, tokens, replaces)
   argument("append", "seqs", seqs, options.table)
   argument("append", "counts", counts, options.table)
-  local n, total, size = #seqs, 0, self.cache.block_size
+  local n, total = #seqs, 0
   if #counts ~= n then
     fail(("append: %d counts, expected one for each of %d sequences"):format(#counts, n))
   end
@@ -240,7 +241,7 @@ local function take_counts(self, seqs, counts, tokens)
   appends = appends + 1
   for i = 1, n do
     local handle, count = take_sequence(self, i, seqs[i], counts[i])
-    local blocks = math.ceil((C.kvl_sequence_held(handle, -1) + count) / size)
+    local blocks = C.kvl_sequence_grown(handle, count, replaces and 1 or 0)
     if blocks > self.max_blocks then
       fail(("append: sequence %d would have %d blocks, expected at most max_blocks = %d")
         :format(i, blocks, self.max_blocks))
@@ -400,10 +401,13 @@ local function measure(self, seqs, counts, total, copies, words, is_padded)
   for i = 1, self.count do
     local length = C.kvl_sequence_length(self.handles[i - 1])
     local _, n = touched_blocks(length, counts[i], size)
+    local limit = M.touched_limit(counts[i], size)
+    if self.cuts and C.kvl_sequence_held(self.handles[i - 1], -1) ~= length then
+      n = limit -- where they lie differs from table to table
+    end
     turns = turns + math.ceil(length / size) - math.ceil((length - counts[i]) / size)
       + math.floor(length / size) - math.floor((length - counts[i]) / size)
       + (n > 0 and seqs[i].cut_at == length - counts[i] and 1 or 0)
-    local limit = M.touched_limit(counts[i], size)
     self.pads[i] = is_padded and not self.cuts and limit - n or 0
     open_limit = math.max(open_limit, limit)
     touched = touched + (self.cuts and limit or n + self.pads[i])
@@ -449,6 +453,7 @@ local function append(self, seqs, counts, total, tokens, parents, is_padded, rep
   local upload = next_upload(self)
   local copies = lengthen(self, seqs, counts, replaces)
   self.seqs, self.count, self.counts = seqs, #seqs, counts
+  self.replaces = replaces or false
   measure(self, seqs, counts, total, copies, words_of(counts, parents), is_padded)
   fill_host(self, counts, tokens, copies, parents)
   if self.cuts then self.cuts:fill(counts) end
@@ -477,7 +482,7 @@ end
 --                            decode steps. Else sequences hold all of their new tokens
 --                            (false)
 function Batch:append(seqs, counts, tokens, parents, is_padded, replaces)
-  local total = take_counts(self, seqs, counts, tokens)
+  local total = take_counts(self, seqs, counts, tokens, replaces)
   if parents ~= nil then
     check_parents(counts, total, parents)
     if self.cache.cut_heads > 1 then

@@ -13,6 +13,7 @@
 -- `use_layer` chooses it. In all other fields a Cuts is the batch.
 local ffi = require "ffi"
 local library = require "kvlab.library"
+local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.tensor"
 
 local C, check = library.C, library.check
@@ -177,7 +178,7 @@ end
 
 --- Makes tables, lengths, places and touched blocks those of a layer.
 function Cuts:use_layer(layer)
-  local one = self.by_layer[layer]
+  local one = options.entry("use_layer", "layer", self.by_layer, layer)
   self.layer, self.tables, self.lens = layer, one.tables, one.lens
   self.places, self.blocks, self.block_tokens = one.places, one.blocks, one.block_tokens
 end

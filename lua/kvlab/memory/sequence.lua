@@ -14,7 +14,7 @@ local M = {}
 ---@class kvlab.Sequence
 ---@field cache kvlab.Cache
 ---@field state table  what policies and tallies keep for this sequence, by themselves
----@field evicts boolean|nil  a policy evicts tokens of it
+---@field evictor table|nil  evicts tokens of it for a policy
 local Sequence = {}
 Sequence.__index = Sequence
 
@@ -98,11 +98,10 @@ local function head_table(view, layer) return view.base:table(layer, view.head) 
 -- own, which policies and tallies of a cache with tables by head see.
 ---@return kvlab.Sequence[]
 function Sequence:heads()
-  if self.cache.cut_heads == 1 then return { self } end
   local heads = self.head_views
   if not heads then
-    heads = {}
-    for i = 1, self.cache.cut_heads do
+    heads = self.cache.cut_heads == 1 and { self } or {}
+    for i = #heads + 1, self.cache.cut_heads do
       heads[i] = setmetatable({ base = self, cache = self.cache, head = i - 1,
         state = setmetatable({}, WEAK_KEYS), length = head_length, blocks = head_blocks,
         table = head_table }, Sequence)
@@ -114,7 +113,7 @@ end
 
 local function inherit(seq, fork)
   inherit_state(seq, fork)
-  for i = 1, seq.head_views and #seq.head_views or 0 do
+  for i = 1, seq.cache.cut_heads > 1 and seq.head_views and #seq.head_views or 0 do
     inherit_state(seq.head_views[i], fork:heads()[i])
   end
 end
@@ -147,9 +146,9 @@ function Sequence:fork()
   self.cache.journal:end_draft()
   local fork = wrap(self.cache, protected.open(C.kvl_sequence_close, out_sequence,
     C.kvl_sequence_fork, handle_of(self), out_sequence))
-  fork.evicts = self.evicts
+  fork.evictor = self.evictor
   local ok, why = pcall(inherit, self, fork)
-  if ok and fork.evicts then ok, why = pcall(unshare, fork) end
+  if ok and fork.evictor then ok, why = pcall(unshare, fork) end
   if ok then return fork end
   fork:close()
   error(why, 0)

@@ -188,12 +188,17 @@ function M.attention(o)
         .. "own"):format(phase))
     end
   end
+  if self.draft_policy and self.draft_policy.evict then
+    options.fail(("attention: draft_policy is %s, which evicts tokens, expected one that "
+      .. "selects"):format(self.draft_policy.name))
+  end
   if self.draft_policy then self.draft_policy.drafts = true end -- what it is for
   if cache.cut_heads > 1 and o.alibi then
     options.fail "attention: slopes of heads (alibi) do not go with tables by head"
   end
   self.shape = {
     device = cache.device, layers = cache.layers, blocks = cache.pages,
+    rows = (o.max_seqs or 16) * cache.cut_heads, growths = 0,
     heads = o.heads / cache.cut_heads, block_size = cache.block_size,
     kv_heads = cache.kv_heads / cache.cut_heads, head_dim = cache.head_dim,
     cut_heads = cache.cut_heads, memory_layers = cache.layers / cache.cut_layers,
@@ -253,6 +258,27 @@ local function check_step(self, batch, is_prefill)
     .. " does not go with") end
 end
 
+--- Raises for sequences whose tokens another attention evicts, unless it has not yet.
+local function check_evicted(self, batch)
+  if batch.cuts and batch.max_blocks > self.shape.max_blocks then
+    options.fail(("begin: the batch has max_blocks = %d, expected at most the attention's "
+      .. "%d"):format(batch.max_blocks, self.shape.max_blocks))
+  end
+  for i = 1, batch.cuts and batch.count or 0 do
+    local seq = batch.seqs[i]
+    if seq.evictor and seq.evictor ~= self.evictor then
+      if C.kvl_sequence_held(seq.handle, -1) ~= seq:length() then
+        options.fail(("begin: policy %s has evicted tokens of sequence %d, expected an "
+          .. "attention with the same policy"):format(seq.evictor.policy.name, i))
+      end
+      seq.evictor = nil -- it does not see this step's tokens
+    end
+  end
+  if batch.replaces and not self.evictor then
+    options.fail "begin: the batch was appended to with replaces, but no policy evicts"
+  end
+end
+
 --- Makes the context that of a step of `batch`; in a decode step of several tokens a
 -- sequence, that of its rows. Dense attention then has a context of its own, in which the
 -- rows of a sequence read all of it together.
@@ -303,6 +329,7 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft, most)
     error("begin: batch belongs to another cache", 2)
   end
   check_step(self, batch, is_prefill)
+  check_evicted(self, batch)
   batch = batch.cuts or batch
   if draft and draft > 0 and not self.draft_policy then
     options.fail "begin: a step of a draft, but the attention has no draft_policy"
@@ -661,6 +688,12 @@ function Attention:adopt(seqs)
     end
   end)
   local cache = self.cache
+  for i = 1, self.evictor and #seqs or 0 do
+    if seqs[i]:length() > 0 then
+      error(("policy %s evicts tokens, and has to see them from the first one on: prefill "
+        .. "anew"):format(self.decode_policy.name), 4)
+    end
+  end
   local size, layers = cache.block_size, cache.layers / cache.cut_layers
   for _, seq in ipairs(seqs) do self:request_begin(seq) end
   for cut = 0, cache.cut_layers - 1 do -- the layers that have tables in common

@@ -338,8 +338,9 @@ end
 -- were evicted.
 function Context:held(layer, i)
   local seq = self.sequences[i + 1]
+    or options.fail(("held: i is %d, expected 0 ... %d"):format(i, #self.sequences - 1))
   if self.is_rows or not self.batch.use_layer then return seq:length() end
-  return (seq.head and seq.base or seq):held(layer, seq.head)
+  return (seq.head and seq.base or seq):held(layer, seq.head or 0)
 end
 
 --- The position in the text of each token that is held, where a policy evicts: f32 [seqs,
@@ -535,9 +536,9 @@ function Context:score_sequences(fn)
   tensor.scope(function()
     local columns = tensor.zeros(dev, "i32", { self.kv_heads, 1 })
       + tensor.arange(dev, "i32", self.width)
-    for i, seq in ipairs(self.sequences) do
+    for i = 1, #self.sequences do
       local count = counts[i]
-      local n = math.floor((seq:length() - count) / self.block_size)
+      local n = math.floor((self:held(self.layer, i - 1) - count) / self.block_size)
       if n > 0 and count > 0 then -- columns past n are out of range and give zeros
         argument("score_sequences", "what fn returns", fn(i - 1, first, count, n),
           kinds.tensor):gather(columns, scores:index(i - 1))
@@ -643,6 +644,11 @@ end
 -- where the cache has them: f32 [kv_heads, columns, head_dim], with zeros from `length`
 -- to the end of the last block. A new tensor.
 function Context:keys(layer, i, length)
+  local held = self:held(layer, i)
+  if length > held then
+    options.fail(("keys: length is %d, expected at most the %d that are held"):format(
+      length, held))
+  end
   self:use_layer(layer)
   return tensor.scope(keys_of, self, layer, i, length)
 end
@@ -673,9 +679,9 @@ function Context:attention_weights(queries, layer, i, length)
     and tonumber(queries.sizes[2]) == cache.head_dim,
     "queries is [%s], expected [count, heads=%d, head_dim=%d]",
     table.concat(queries:dims(), ", "), self.heads, cache.head_dim)
-  expect(length >= count and length <= seq:length(), "length is %d, expected %d, the "
-    .. "number of queries, to %d, the tokens of the sequence", length, count,
-    seq:length())
+  local held = self:held(layer, i)
+  expect(length >= count and length <= held, "length is %d, expected %d, the number of "
+    .. "queries, to %d, the tokens that the sequence holds", length, count, held)
   expect(not self.is_prefill or cache.tier.is_resident, "keys are in host memory, "
     .. "expected a decode step, before which all of them have arrived there")
   local bytes = math.ceil(length / self.block_size) * self.format:bytes_page() / 2

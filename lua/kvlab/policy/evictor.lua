@@ -20,6 +20,7 @@
 -- layer or by head. Tables by layer hold the same tokens for all heads, which then have
 -- one worth, the mean over the heads.
 local budgets = require "kvlab.policy.budget"
+local check_policy = require "kvlab.policy.check"
 local context = require "kvlab.policy.context"
 local ffi = require "ffi"
 local library = require "kvlab.library"
@@ -33,6 +34,7 @@ local C, check = library.C, library.check
 local M = {}
 
 local NO_CAP = 2 ^ 31 - 1 -- of the tokens that are held
+local LONGEST = 2 ^ 24    -- text whose positions f32 tells apart
 
 -- Below every number of a worth that is finite.
 local LOWEST = -3e38
@@ -43,11 +45,18 @@ local LOWEST = -3e38
 local Evictor = {}
 Evictor.__index = Evictor
 
+local function has_window(window)
+  for _, x in ipairs(type(window) == "table" and window or { window }) do
+    if x > 0 then return true end
+  end
+  return false
+end
+
 --- Raises for what does not go with eviction.
 local function check_attention(o, cache, p)
   local lacks = cache.tables == "one" and "tables of a sequence that all layers share"
     or o.draft_policy and "drafts"
-    or o.alibi and "ALiBi" or o.window and "a window"
+    or o.alibi and "ALiBi" or has_window(o.window) and "a window"
     or cache.tables == "layer" and p.split and p.split.heads
       and "tables by layer, whose heads hold the same, and a split among heads"
     or cache.tables == "layer" and budgets.differs(p.budget)
@@ -55,6 +64,20 @@ local function check_attention(o, cache, p)
   if lacks then
     options.fail(("attention: policy %s evicts tokens, which does not go with %s"):format(
       p.name, lacks))
+  end
+end
+
+--- Raises for a budget that leaves no token to choose beside sink and recent.
+local function check_budget(p, cache)
+  local amount = p.blocks or p.tokens
+  for _, x in ipairs(type(amount) == "number" and { amount }
+    or type(amount) == "table" and amount or amount and amount:list() or {}) do
+    local blocks = p.blocks and x or math.ceil(x / cache.block_size)
+    if math.max(blocks, p.min_blocks) <= p.sink + p.recent then
+      options.fail(("policy %s: a budget of %s holds %d blocks, expected more than sink + "
+        .. "recent = %d"):format(p.name, p.blocks and x or x .. " tokens", blocks,
+        p.sink + p.recent))
+    end
   end
 end
 
@@ -66,6 +89,7 @@ function M.new(attention, o)
   local p, cache = attention.decode_policy, attention.cache
   if not p.evict then return nil end
   check_attention(o, cache, p)
+  check_budget(p, cache)
   return setmetatable({ policy = p, cache = cache, attention = attention,
     positions = tally.tally(attention.shape, 1, 0, "token"),
     tallies = attention.shape.token_tallies, free = {}, token_contexts = {}, kept = {},
@@ -156,6 +180,7 @@ local function new_entry(self, rows)
   local entry = not is_recorded and table.remove(free)
     or tensor.lasting(new_replaced, self, rows)
   entry.is_recorded, entry.layers, entry.pool = is_recorded, 0, free
+  entry.is_free = false
   entry.firsts:copy_(self.positions.views.firsts)
   if is_recorded then
     if journal.recording then table.insert(journal.recording, entry) end
@@ -168,7 +193,9 @@ end
 function Replaced:replayed() self.layers = self.evictor.layers end
 
 function Replaced:forget()
-  if not self.is_recorded then table.insert(self.pool, self) end
+  if self.is_recorded then return end
+  self.is_free = true
+  table.insert(self.pool, self)
 end
 
 function Replaced:undo()
@@ -182,24 +209,31 @@ function Replaced:undo()
   end
 end
 
---- Of the end of a prompt: the sequence as it was before.
+--- Of the end of a prompt: what the sequence held before.
 local Kept = {}
 Kept.__index = Kept
 
 local out_sequence = ffi.new "kvl_sequence *[1]"
 
-local function note_kept(self, seq)
-  local before = protected.open(C.kvl_sequence_close, out_sequence, C.kvl_sequence_fork,
-    seq.handle, out_sequence)
-  local entry = setmetatable({ seq = seq, handle = before }, Kept)
-  if self.cache.journal.depth > 0 then self.cache.journal:note(entry) end
+--- Brings the tables of a sequence to what it keeps, and notes what it held.
+local function keep(self, seq, kept, caps)
+  C.kvl_interrupt_hold(1)
+  local status = C.kvl_sequence_keep(seq.handle, kept, caps, out_sequence)
+  local entry
+  if status >= 0 then
+    entry = setmetatable({ seq = seq,
+      handle = ffi.gc(out_sequence[0], C.kvl_sequence_close) }, Kept)
+    if self.cache.journal.depth > 0 then self.cache.journal:note(entry) end
+  end
+  C.kvl_interrupt_hold(-1)
+  check(status)
   return entry
 end
 
 function Kept:forget() protected.close(self, "handle", C.kvl_sequence_close) end
 
 function Kept:undo()
-  if self.seq.handle then check(C.kvl_sequence_swap(self.seq.handle, self.handle)) end
+  if self.seq.handle then check(C.kvl_sequence_restore(self.seq.handle, self.handle)) end
 end
 
 -- ---- decode ---------------------------------------------------------------------------
@@ -222,14 +256,43 @@ local function worth_of(self, ctx)
   return worth:reshape { ctx.seqs, worth:size(worth.ndim - 1) }
 end
 
+--- Raises for sequences whose tokens this evictor has not placed, and takes the new ones.
+local function take_sequences(self, batch)
+  for i, seq in ipairs(batch.batch.seqs) do
+    local length = seq:length()
+    if seq.evictor ~= self and length > batch.batch.counts[i] then
+      options.fail(("begin: sequence %d has %d tokens that policy %s has not seen, "
+        .. "expected a prompt that it saw from its first token"):format(i,
+        length - batch.batch.counts[i], self.policy.name))
+    elseif length > LONGEST then
+      options.fail(("begin: sequence %d has %d tokens, expected at most %d where tokens "
+        .. "are evicted"):format(i, length, LONGEST))
+    end
+    seq.evictor = self
+  end
+end
+
 --- Begins a step.
 function Evictor:begin(ctx, batch)
+  local last = self.entry -- of a step that no journal noted
+  if last and not last.is_recorded and not last.is_noted and not last.is_free then
+    last:forget()
+  end
   self.entry, ctx.new_tokens, ctx.held_positions = nil, nil, self.positions
   if ctx.is_rows then
     options.fail(("begin: policy %s evicts, expected one token of each sequence in a "
       .. "decode step"):format(self.policy.name))
   end
-  for _, seq in ipairs(batch.batch.seqs) do seq.evicts = true end
+  if batch.batch.replaces == ctx.is_prefill then
+    options.fail(("begin: the batch was appended to with replaces = %s, expected %s in a "
+      .. "%s step of policy %s, which evicts"):format(batch.batch.replaces,
+      not ctx.is_prefill, ctx.is_prefill and "prefill" or "decode", self.policy.name))
+  end
+  if ctx.ends_prompts and #ctx.ends_prompts ~= batch.count then
+    options.fail(("begin: ends_prompts has %d entries, expected %d, one for each sequence")
+      :format(#ctx.ends_prompts / self.heads, batch.batch.count))
+  end
+  take_sequences(self, batch)
   for _, one in ipairs(self.tallies) do one:begin(ctx) end
 end
 
@@ -275,19 +338,34 @@ end
 
 -- ---- after a prompt -------------------------------------------------------------------
 
---- Writes the positions of a prompt's new tokens, in a layer.
-local function note_positions(self, cuts, layer)
-  local firsts, n = self.positions.views.firsts, cuts.tokens_count
-  local last = firsts:add(cuts.lens:reshape(firsts:dims())):sub(1)
-  local cells = last:gather_rows(cuts.owners):reshape { n }:sub(cuts.behind)
-  self.positions.layers[layer]:scatter_(cells:reshape { 1, n },
-    cuts.positions:cast("f32"):reshape { 1, n })
+--- Where a tally has the new tokens of a prompt's step, in a layer: i32 [1, tokens *
+-- heads].
+local function cells_of(one, cuts)
+  local heads, n, rows = one.heads, cuts.tokens_count, cuts.count
+  local lens = cuts.lens:reshape { rows, 1 }:expand { rows, heads }
+  local last = one.views.firsts:add(lens:reshape { rows * heads, 1 }):sub(1)
+  local which = (cuts.owners:reshape { n, 1 } * heads):add(
+    tensor.arange(last.device, "i32", heads):reshape { 1, heads })
+  return last:gather_rows(which:reshape { n * heads }):reshape { n, heads }
+    :sub(cuts.behind:reshape { n, 1 }):reshape { 1, n * heads }
+end
+
+--- Writes what tallies by token have of a prompt's new tokens, in a layer: their
+-- positions, or the initial number.
+local function note_new(self, cuts, layer)
+  for _, one in ipairs(self.tallies) do
+    local cells = cells_of(one, cuts)
+    local numbers = one == self.positions
+      and cuts.positions:cast "f32":reshape { 1, cuts.tokens_count }
+      or tensor.full(cells.device, "f32", cells:dims(), one.initial)
+    one.layers[layer]:scatter_(cells, numbers)
+  end
 end
 
 --- Finds where the new tokens of a step go, in a layer. Called before they are written.
 function Evictor:place(ctx, cuts, layer, q, memory)
   ctx:begin_layer(layer, q, memory)
-  if ctx.is_prefill then return tensor.scope(note_positions, self, cuts, layer) end
+  if ctx.is_prefill then return tensor.scope(note_new, self, cuts, layer) end
   make_room(self, ctx, cuts, layer)
 end
 
@@ -325,14 +403,20 @@ local function divide(self, ctx, own, layer, caps, held)
     count = 1, width = n, max_len = most,
     lens = tensor.from(dev, "i32", { 1 }, { most }) }, false)
   tokens:begin_layer(layer, nil, nil)
+  tokens.policy = self.policy
   local index = tensor.arange(dev, "i32", n):reshape { 1, n }
   local lens = ctx.lens:narrow(ctx.first, heads):reshape { heads, 1 }
   local scores = index:lt(lens):where(own, -math.huge):reshape { 1, heads, n }
   local _, _, split = budgets.of_layer(self.policy.budget, layer)
-  local given = split:heads(tokens, scores, tensor.from(dev, "i32", { 1, heads }, even),
-    ffi.new("kvl_budget", -1, 0, 0, 0, 0)):list()
+  local undivided = tensor.from(dev, "i32", { 1, heads }, even)
+  local limits = split:heads(tokens, scores, undivided,
+    ffi.new("kvl_budget", -1, 0, 0, 0, 0))
+  check_policy.limits(tokens, limits, undivided)
+  local budget, given = budget_of(self, layer), limits:list()
+  local least = math.max(budget.min_blocks, budget.sink + budget.recent)
+    * self.cache.block_size + 1
   for head = 0, heads - 1 do
-    caps[head] = math.max(1, math.min(given[head + 1], held[head]))
+    caps[head] = math.max(least, math.min(given[head + 1], held[head]))
   end
 end
 
@@ -433,8 +517,16 @@ local function compact(self, ctx, seq, layer, first, kept)
   show(self, seq, layer)
 end
 
---- Evicts what a sequence does not keep. of[layer]: the list that `select` returned, or
--- false, and the caps.
+--- Moves what a sequence keeps of all layers. of[layer]: the list that `select` returned,
+-- or false.
+local function compact_all(self, ctx, seq, first, of)
+  for layer = 0, self.layers - 1 do
+    local list = of[layer].list
+    if list then compact(self, ctx, seq, layer, first, list) end
+  end
+end
+
+--- Evicts what a sequence does not keep. of[layer].caps: by head.
 local function evict(self, ctx, seq, first, of)
   local cuts, heads = self.layers * self.heads, self.heads
   local kept, caps = ffi.new("int32_t[?]", cuts), ffi.new("int32_t[?]", cuts)
@@ -444,11 +536,12 @@ local function evict(self, ctx, seq, first, of)
     kept[c] = math.min(seq:held(layer, head), caps[c])
     if self.keeps_decoded then caps[c] = NO_CAP end
   end
-  check(C.kvl_sequence_keep(seq.handle, kept, caps))
-  for layer = 0, self.layers - 1 do
-    local list = of[layer].list
-    if list then compact(self, ctx, seq, layer, first, list) end
-  end
+  local entry = keep(self, seq, kept, caps)
+  if entry.is_noted then return compact_all(self, ctx, seq, first, of) end
+  local ok, why = pcall(compact_all, self, ctx, seq, first, of) -- no transaction undoes it
+  if not ok then entry:undo() end
+  entry:forget()
+  if not ok then error(why, 0) end
 end
 
 --- Evicts what the sequences whose prompt ends do not keep.
@@ -457,14 +550,7 @@ local function finish(self, ctx)
   for i = 1, batch.count do
     local first = (i - 1) * self.heads
     if ends[first + 1] then
-      local entry = note_kept(self, batch.seqs[i])
-      local ok, why = pcall(tensor.scope, evict, self, ctx, batch.seqs[i], first,
-        self.kept[i])
-      if not entry.is_noted then -- no transaction will undo it
-        if not ok then entry:undo() end
-        entry:forget()
-      end
-      if not ok then error(why, 0) end
+      tensor.scope(evict, self, ctx, batch.seqs[i], first, self.kept[i])
     end
   end
 end

@@ -381,6 +381,9 @@ local function check_definition(def)
   if not (def.score or def.select_blocks or def.compute_decode or def.evict) then
     error(what .. " has none of score, select_blocks, compute_decode and evict", 3)
   end
+  if def.prompt_only and not def.evict then
+    error(what .. " has prompt_only, expected evict beside it", 3)
+  end
   local selects = def.score and "score" or def.select_blocks and "select_blocks"
   if def.evict and (selects or not def.decode or def.prefill) then
     error(("%s has evict and %s, expected decode = true and no selection: one budget "

@@ -10,8 +10,10 @@
 --   step_begin = function(self, ctx) self.counts:begin(ctx) end,
 --   score      = function(self, ctx) return self.counts:load(ctx) end,
 --
--- A graph keeps the memory that the tally had at its recording. After the recording there
--- may be no more sequences than the tally has rows (16 at first; the number doubles).
+-- A graph keeps the memory that the tally had at its recording. A tally has rows for 16
+-- sequences at first, or as many as a step may have, one for each KV head where tables are
+-- by head. Where there are more, it gets twice as many; shape.growths counts that, and an
+-- engine records its graphs again.
 local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local kinds = require "kvlab.tensor.kinds"
@@ -23,7 +25,7 @@ local tensor = require "kvlab.tensor.arithmetic"
 local C, check = library.C, library.check
 local M = {}
 
-local ROWS = 16 -- rows for sequences at first
+local ROWS = 16 -- rows for sequences at first, at least
 
 ---@class kvlab.Tally
 ---@field values kvlab.Tensor  f32 [seqs, heads, width]: what load read; store writes it
@@ -54,13 +56,14 @@ function M.tally(shape, heads, initial, per)
     by_token = per == "token", each = each, row_cells = heads * shape.max_blocks * each,
     owners = setmetatable({}, { __mode = "v" }),
     ages = {}, is_due = {}, is_soon = {}, due_count = 0, soon_count = 0,
-    views_of = {}, unnoted = {}, journal = shape.journal, row_count = ROWS,
+    views_of = {}, unnoted = {}, journal = shape.journal,
+    row_count = math.max(ROWS, shape.rows or 0),
   }, Tally)
   shape.has_tally = true
   if self.by_token and shape.token_tallies then
     table.insert(shape.token_tallies, self)
   end
-  self.memory, self.layers = tensor.lasting(new_memory, self, ROWS)
+  self.memory, self.layers = tensor.lasting(new_memory, self, self.row_count)
   return self
 end
 
@@ -82,6 +85,7 @@ local function grow(self)
       :copy_(self.layers[layer]:reshape { count })
   end
   self.memory, self.layers, self.row_count, self.placed = memory, layers, 2 * rows, nil
+  self.shape.growths = (self.shape.growths or 0) + 1
 end
 
 local function find_free(self)
@@ -110,8 +114,9 @@ end
 
 --- Copies the numbers of a sequence to its fork. Called when a sequence is forked.
 function Tally:inherit(seq, fork)
-  local from, to = seq.state[self], find_free(self)
+  local from = seq.state[self]
   if not from then return end -- seq has no numbers yet
+  local to = find_free(self)
   for layer = 0, self.shape.layers - 1 do
     cells(self, layer, to):copy_(cells(self, layer, from))
   end
