@@ -3,7 +3,7 @@
 -- Each sequence reads a prompt and then generates `generate` tokens. Under full attention
 -- a step reads all of them, and all of them stay in memory. A policy that evicts holds
 -- `tokens` tokens for each layer and KV head, so a step takes the same time at any length
--- (docs/policies.md).
+-- (docs/eviction.md).
 --
 --   ms_first, ms_last  of a step in the first and the last eighth of the text
 --   ms_step            the mean over the text

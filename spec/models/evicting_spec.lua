@@ -153,6 +153,148 @@ describe("eviction", function()
     end
   end)
 
+  it("replays graphs that were recorded before there were more sequences", function()
+    local function run(graph)
+      local e, out = open(cpu, { policy = "h2o_tokens", options = { blocks = 3 },
+        graph = graph, blocks = 300 }), {}
+      local seqs = {}
+      for i = 1, 14 do -- 28 rows by head, of which a step may have 8
+        seqs[i] = e:sequence()
+        e:prefill(seqs[i], tokens(14 + i, i))
+        for _ = 1, 3 do
+          local pair = { seqs[math.max(1, i - 1)], seqs[i] }
+          if i == 1 then pair[2] = nil end
+          for _, x in ipairs(e:decode(pair, tokens(#pair, 5)):list()) do
+            out[#out + 1] = x
+          end
+        end
+      end
+      for _, x in ipairs(e:decode({ seqs[1], seqs[2] }, { 1, 2 }):list()) do
+        out[#out + 1] = x
+      end
+      e.cache:close()
+      return out
+    end
+    close(run(true), run(false), 0, "replayed")
+  end)
+
+  it("works in a prompt and the decode steps of one transaction", function()
+    for _, o in ipairs { { blocks = 4 }, { ratio = { 1, 0.3 } } } do
+      local function run(together)
+        local e = open(cpu, { policy = "streaming_tokens", options = o })
+        local seq, logits = e:sequence(), nil
+        local function steps()
+          e:prefill(seq, tokens(16))
+          for i = 1, 4 do logits = e:decode({ seq }, { i }) end
+          return logits:list()
+        end
+        local list = together and e.cache:transaction(steps) or steps()
+        local free = e.cache:pages_free()
+        e.cache:close()
+        return list, free
+      end
+      local want, free = run(false)
+      local got, free_too = run(true)
+      close(got, want, 0, "together")
+      assert.equal(free, free_too)
+    end
+  end)
+
+  it("works with one KV head", function()
+    for _, name in ipairs(NAMES) do
+      local dev, shape = cpu, { layers = 1, blocks = 40, block_size = 4, head_dim = 16 }
+      local cache = kv.cache { device = dev, format = "f32", layers = shape.layers,
+        blocks = shape.blocks, block_size = 4, kv_heads = 1, head_dim = 16,
+        tables = "head" }
+      local attention = kv.attention { cache = cache, heads = 2, max_blocks = 20,
+        decode_policy = kv.policy(name, { blocks = 2, sink = 0, recent = 0 }) }
+      local batch = cache:batch { max_blocks = 20 }
+      local seq = cache:sequence()
+      batch:append({ seq }, { 30 })
+      attention:begin(batch, true, { true })
+      local function draw(n, heads, seed)
+        return kv.randn(dev, "f32", { n, heads, 16 }, { seed = seed })
+      end
+      attention:forward(0, draw(30, 2, 1), draw(30, 1, 2), draw(30, 1, 3))
+      assert.equal(8, seq:held(0, 0))
+      cache:close()
+    end
+  end)
+
+  it("forgets the queries and numbers of an older prompt", function()
+    local function last(name, o, before)
+      local e = open(cpu, { policy = name, options = o })
+      local seq = e:sequence()
+      before(e, seq)
+      local logits = e:prefill(seq, tokens(40)):list()
+      for i = 1, 4 do logits = e:decode({ seq }, { i }):list() end
+      e.cache:close()
+      return logits
+    end
+    for _, name in ipairs { "h2o_tokens", "tova", "snapkv_tokens" } do
+      local o = { blocks = 4, sink = 0, recent = 0 }
+      local want = last(name, o, function() end)
+      close(last(name, o, function(e, seq)
+        e:prefill(seq, tokens(9, 4))
+        for i = 1, 8 do e:decode({ seq }, { i + 9 }) end
+        seq:truncate(0)
+      end), want, 0, name)
+    end
+  end)
+
+  it("refuses sequences that it has not seen, and those of others", function()
+    local e = open(cpu, { policy = "full" })
+    local seq = e:sequence()
+    e:prefill(seq, tokens(20))
+    support.raises("prefill anew", e.use_policy, e, kv.policy("tova", { blocks = 3 }),
+      { seq })
+    e:use_policy(kv.policy("tova", { blocks = 3 }))
+    support.raises("sequence 1 has 20 tokens that policy tova has not seen", e.decode, e,
+      { seq }, { 1 })
+    local other = e:sequence()
+    e:prefill(other, tokens(30))
+    e:use_policy(kv.policy "quest")
+    support.raises("policy tova has evicted tokens of sequence 1", e.decode, e, { other },
+      { 1 })
+    e:decode({ seq }, { 1 }) -- nothing of it was evicted
+    e.cache:close()
+  end)
+
+  it("refuses batches that were appended to in another way", function()
+    local e = open(cpu, { policy = "tova", options = { blocks = 3 } })
+    local seq = e:sequence()
+    e:prefill(seq, tokens(30))
+    local function step(is_prefill, replaces, ends)
+      return e.cache.transaction, e.cache, function()
+        e.batch:append({ seq }, { 1 }, { 5 }, nil, nil, replaces)
+        e.attention:begin(e.batch, is_prefill, ends)
+      end
+    end
+    support.raises("replaces = false, expected true in a decode step of policy tova",
+      step(false, false))
+    support.raises("replaces = true, expected false in a prefill step", step(true, true))
+    support.raises("ends_prompts has 0 entries, expected 1", step(true, false, {}))
+    e:use_policy(kv.policy "full")
+    seq:truncate(0)
+    support.raises("appended to with replaces, but no policy evicts", step(false, true))
+    local narrow = kv.attention { cache = e.cache, heads = 4, max_blocks = 10 }
+    support.raises("max_blocks = 50, expected at most those of the attention, 10",
+      function()
+        e.batch:append({ seq }, { 1 }, { 5 })
+        narrow:begin(e.batch, true)
+      end)
+    e.cache:close()
+  end)
+
+  it("needs no more blocks than its budget in decode", function()
+    local e = open(cpu, { policy = "tova", options = { blocks = 50 } })
+    local seq = e:sequence()
+    e:prefill(seq, tokens(200)) -- as many as max_blocks has room for
+    for i = 1, 5 do e:decode({ seq }, { i }) end
+    assert.equal(200, seq:held(0, 0))
+    e.cache:close()
+  end)
+
   it("refuses what does not go with it", function()
     support.raises("policy tova evicts tokens, which does not go with tables of a "
       .. "sequence that all layers share", open, cpu, { policy = "tova", tables = "one" })
@@ -164,6 +306,14 @@ describe("eviction", function()
       tables = "layer", options = { ratio = kv.full(cpu, "f32", { 2, 2 }, 0.5) } })
     support.raises("expected [2, 2]: layers, KV heads", open, cpu, { policy = "tova",
       options = { ratio = kv.full(cpu, "f32", { 2, 3 }, 0.5) } })
+    support.raises("draft_policy is tova, which evicts tokens", open, cpu,
+      { policy = "full", draft_policy = kv.policy "tova" })
+    support.raises("a budget of 2 holds 2 blocks, expected more than sink + recent = 3",
+      open, cpu, { policy = "tova", options = { blocks = 2, sink = 1, recent = 2 } })
+    support.raises("has prompt_only, expected evict beside it", kv.policy.define,
+      { name = "x", decode = true, prompt_only = true, score = function() end })
+    support.raises("has evict and score", kv.policy.define, { name = "x", decode = true,
+      evict = function() end, score = function() end })
     support.raises('"keep_decoded" is no option', kv.policy, "knorm",
       { keep_decoded = false })
     local e = open(cpu, { policy = "tova", options = { blocks = 3 } })

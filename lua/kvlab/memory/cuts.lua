@@ -4,7 +4,7 @@
 -- Where tables are by head, every KV head of every sequence is a sequence of its own with
 -- one KV head: ctx.seqs counts them, and the heads of a sequence are neighbours. So no
 -- kernel and no policy has code for such tables. The rows of q, k and v are those of a
--- step with seqs * heads sequences, in which the new tokens of a sequence are neighbours;
+-- step with seqs * heads sequences, in which the new tokens of one head are neighbours;
 -- `enter` brings q, k and v into this order, and `leave` brings the result back. In a
 -- step of one token a sequence, it is the order that they have.
 --
@@ -34,7 +34,7 @@ local M = {}
 ---@field behind kvlab.Tensor      i32 [tokens_count]   new tokens that come after each
 local Cuts = {}
 
--- Arrays of a batch (batch.lua). Their names begin with cut_, in what is a Cuts without.
+-- Arrays of a batch (batch.lua). The fields of a Cuts have their names without cut_.
 M.FIRST = { { "cut_places", "layers", "cut_tokens", wide = true } }
 M.SECOND = {
   { "cut_lens", "layers", "cut_seqs" }, { "cut_blocks", "layers", "cut_touched" },
@@ -43,7 +43,7 @@ M.SECOND = {
   { "cut_owners", "cut_tokens" }, { "cut_behind", "cut_tokens" },
   { "cut_order", "cut_tokens" },
 }
--- Arrays of a batch that it does not have then.
+-- The arrays of a batch that these take the place of.
 M.REPLACED = { places = true, tables = true, blocks = true, block_tokens = true }
 
 local BY_LAYER = { "lens", "places", "blocks", "block_tokens" }

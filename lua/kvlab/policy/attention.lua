@@ -251,9 +251,11 @@ local function check_step(self, batch, is_prefill)
     end
   end
   if not batch.tree then return end
-  local ctx = self.context
+  local ctx, hook = self.context, self.decode_policy.hook
   local lacks = is_prefill and "a prefill step" or ctx.alibi and "ALiBi"
     or (self.windows or (ctx.window or 0) > 0) and "a window"
+    or hook and next(hook.emits) and not self.cache.device:is_cpu()
+      and "what a policy emits, on a GPU,"
   if lacks then options.fail("begin: the batch has a draft tree, which " .. lacks
     .. " does not go with") end
 end
@@ -261,8 +263,8 @@ end
 --- Raises for sequences whose tokens another attention evicts, unless it has not yet.
 local function check_evicted(self, batch)
   if batch.cuts and batch.max_blocks > self.shape.max_blocks then
-    options.fail(("begin: the batch has max_blocks = %d, expected at most the attention's "
-      .. "%d"):format(batch.max_blocks, self.shape.max_blocks))
+    options.fail(("begin: the batch has max_blocks = %d, expected at most those of the "
+      .. "attention, %d"):format(batch.max_blocks, self.shape.max_blocks))
   end
   for i = 1, batch.cuts and batch.count or 0 do
     local seq = batch.seqs[i]
@@ -690,8 +692,8 @@ function Attention:adopt(seqs)
   local cache = self.cache
   for i = 1, self.evictor and #seqs or 0 do
     if seqs[i]:length() > 0 then
-      error(("policy %s evicts tokens, and has to see them from the first one on: prefill "
-        .. "anew"):format(self.decode_policy.name), 4)
+      error(("policy %s evicts tokens, and has to see them from the first one on: "
+        .. "prefill anew"):format(self.decode_policy.name), 4)
     end
   end
   local size, layers = cache.block_size, cache.layers / cache.cut_layers

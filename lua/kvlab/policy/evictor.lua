@@ -74,8 +74,8 @@ local function check_budget(p, cache)
     or type(amount) == "table" and amount or amount and amount:list() or {}) do
     local blocks = p.blocks and x or math.ceil(x / cache.block_size)
     if math.max(blocks, p.min_blocks) <= p.sink + p.recent then
-      options.fail(("policy %s: a budget of %s holds %d blocks, expected more than sink + "
-        .. "recent = %d"):format(p.name, p.blocks and x or x .. " tokens", blocks,
+      options.fail(("policy %s: a budget of %s holds %d blocks, expected more than sink "
+        .. "+ recent = %d"):format(p.name, p.blocks and x or x .. " tokens", blocks,
         p.sink + p.recent))
     end
   end
@@ -289,8 +289,8 @@ function Evictor:begin(ctx, batch)
       not ctx.is_prefill, ctx.is_prefill and "prefill" or "decode", self.policy.name))
   end
   if ctx.ends_prompts and #ctx.ends_prompts ~= batch.count then
-    options.fail(("begin: ends_prompts has %d entries, expected %d, one for each sequence")
-      :format(#ctx.ends_prompts / self.heads, batch.batch.count))
+    options.fail(("begin: ends_prompts has %d entries, expected %d, one for each "
+      .. "sequence"):format(#ctx.ends_prompts / self.heads, batch.batch.count))
   end
   take_sequences(self, batch)
   for _, one in ipairs(self.tallies) do one:begin(ctx) end
@@ -538,7 +538,8 @@ local function evict(self, ctx, seq, first, of)
   end
   local entry = keep(self, seq, kept, caps)
   if entry.is_noted then return compact_all(self, ctx, seq, first, of) end
-  local ok, why = pcall(compact_all, self, ctx, seq, first, of) -- no transaction undoes it
+  -- no transaction will undo it
+  local ok, why = pcall(compact_all, self, ctx, seq, first, of)
   if not ok then entry:undo() end
   entry:forget()
   if not ok then error(why, 0) end

@@ -660,6 +660,10 @@ function M.nest(outer, name, given)
     error(("policy %s: %s does not select in decode, or has a dataflow of its own")
       :format(outer.name, name), 0)
   end
+  if inner.evict then
+    error(("policy %s: %s evicts tokens, which only the attention's own policy can")
+      :format(outer.name, name), 0)
+  end
   if inner.expressions.attention then
     error(("policy %s: %s changes or reads the weights of attention, which only the "
       .. "attention's own policy can"):format(outer.name, name), 0)

@@ -11,9 +11,9 @@
 --   score      = function(self, ctx) return self.counts:load(ctx) end,
 --
 -- A graph keeps the memory that the tally had at its recording. A tally has rows for 16
--- sequences at first, or as many as a step may have, one for each KV head where tables are
--- by head. Where there are more, it gets twice as many; shape.growths counts that, and an
--- engine records its graphs again.
+-- sequences at first, or as many as a step may have, one for each KV head where tables
+-- are by head. Where there are more, it gets twice as many; shape.growths counts that,
+-- and an engine records its graphs again.
 local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local kinds = require "kvlab.tensor.kinds"

@@ -114,7 +114,8 @@ local function check_layer(s, ctx, selection, out)
         local block = wanted[(row * KV_HEADS + head) * width + i]
         if block >= 0 then is_read[block] = true end
       end
-      local mass = emitted.mass:index(row):index(head):list()
+      local mass = emitted.mass:index(row):index(head) -- by token
+        :reshape { width, SIZE }:sum(1):list()
       for block = 0, width - 1 do
         local at_block = row * of_row + head * width + block + 1
         if is_read[block] then assert.is_true(reads[at_block] > 0)

@@ -130,7 +130,9 @@ end
 --- Prepares the hook for a layer. Returns its kernel, and where attention keeps the
 -- scores; nil: there is none. is_listed: attention reads listed tokens.
 function Hook:prepare(ctx, is_listed)
-  local one = code_for(self, ctx.query:type(), ctx.is_prefill, is_listed)
+  -- on a GPU, the kernels of prompts attend to draft trees
+  local as_prompt = ctx.is_prefill or ctx.tree ~= nil and not self.shape.device:is_cpu()
+  local one = code_for(self, ctx.query:type(), as_prompt, is_listed)
   if not one then return nil, nil end
   one.count = 0
   give_inputs(one, self.owner, ctx)
