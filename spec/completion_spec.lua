@@ -59,8 +59,8 @@ describe("completion", function()
     offers {
       { "kvlab run 01_", "01_recall" }, { "kvlab run fi", "first" },
       { "kvlab run 01_recall --set policy=mi", "mine" },
-      { "kvlab run 01_recall --set policy=mine,stre", "mine,streaming" },
-      { "kvlab time mine,keyd", "mine,keydiff" }, { "kvlab test policy keyd", "keydiff" },
+      { "kvlab run 01_recall --set policy=mine,block_", "mine,block_mean" },
+      { "kvlab time mine,topk", "mine,topk" }, { "kvlab test policy topk", "topk" },
       { "kvlab time deep/", "deep/mine.txt" }, { "kvlab run --out=de", "deep" },
       { "kvlab compare de", "deep" },
     }

@@ -290,12 +290,14 @@ if support.is_hostile then
   KINDS[5] = { fail = allocation_fails, places = at_allocations, says = "memory" }
 end
 
-for _, case in ipairs(support.sample(cases)) do
-  it(("a step of %s, %s, %s, that fails changes nothing #policy"):format(case.policy,
-      case.tier, case.graph and "replayed" or "eager"), function()
-    campaign(case, play(case), KINDS)
-  end)
-end
+describe("a step", function()
+  for _, case in ipairs(support.sample(cases)) do
+    it(("of %s, %s, %s, that fails changes nothing #policy"):format(case.policy,
+        case.tier, case.graph and "replayed" or "eager"), function()
+      campaign(case, play(case), KINDS)
+    end)
+  end
+end)
 
 describe("a replayed step that Ctrl-C interrupts at any call of a function", function()
   -- A replay changes the tally, and the journal gets to know of it afterwards.

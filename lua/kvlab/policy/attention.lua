@@ -632,6 +632,11 @@ end
 ---@param blocks integer[]  physical
 ---@param tokens integer[]  how many are valid in each block
 function Attention:show_layer(layer, blocks, tokens)
+  if #tokens ~= #blocks then
+    options.fail(("show_layer: tokens has %d numbers, expected %d, one for each block")
+      :format(#tokens, #blocks))
+  end
+  self.cache:layer(layer)
   each_policy(self, function(p)
     if p.on_prefill_offload then
       tensor.scope(show_to, self, p, blocks, tokens, layer, layer)

@@ -47,9 +47,14 @@ local M = {}
 ---@field heads function|nil
 local Split = {}
 
+local A_SPLIT = options.like("a split, as kv.split makes them", "make", "given")
+
 --- The same split with the same options, and nothing that it keeps for an attention.
 ---@return kvlab.Split
-function Split:again() return self.make(self.given) end
+function Split:again()
+  options.argument("again", "self", self, A_SPLIT)
+  return self.make(self.given)
+end
 
 local OF_TYPE = { number = options.number, boolean = options.boolean,
                   string = options.string }

@@ -286,7 +286,10 @@ end
 
 --- The share of their texts that the sequences held which answered, over layers and KV
 -- heads.
-function Exam:held_share() return self.held / self.texts end
+function Exam:held_share()
+  if not self.held then options.fail "held_share: nothing was asked yet, expected ask" end
+  return self.held / self.texts
+end
 
 --- Gives the KV memory back.
 function Exam:close() self.engine.cache:close() end

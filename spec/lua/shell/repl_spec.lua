@@ -417,7 +417,7 @@ new == require "policies.quest", opened.score == new().score, opened.score == ol
 
     it("offers what a string may be", function()
       offers('kv.policy "que', "quest", '"')
-      offers("kv.policy('str", "streaming", "'")
+      offers("kv.policy('block_", "block_mean", "'")
       offers('kv.zeros(dev, "bf', "bf16", '"')
       offers('kv.zeros("cp', "cpu")
       offers('t:cast "f8', "f8e4m3")
