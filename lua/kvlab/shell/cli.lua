@@ -138,6 +138,11 @@ local function parse_option(known, names, words, i)
   local has_value = words[i]:find("=", 1, true)
   local read = known[name]
   if not read then
+    local is_known = false -- to ./kvlab, which builds
+    for _, other in ipairs(names) do is_known = is_known or other == name end
+    if is_known then
+      misuse("--%s is an option of ./kvlab, which builds; nothing is built here", name)
+    end
     misuse("unknown option --%s%s", name, hint(name, names, "; did you mean --%s?"))
   end
   if read == FLAG then
