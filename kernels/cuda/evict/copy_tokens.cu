@@ -53,7 +53,8 @@ __device__ __forceinline__ unit<U> find(const kvl_copy_tokens_args &a, const lay
 
 template <class U>
 __global__ void __launch_bounds__(THREADS)
-    copy(const __grid_constant__ kvl_copy_tokens_args a, const __grid_constant__ layout l) {
+    copy_units(const __grid_constant__ kvl_copy_tokens_args a,
+               const __grid_constant__ layout l) {
   let_next_start();
   wait_for_previous();
   const int64_t first = (int64_t)blockIdx.x * THREADS * EACH + threadIdx.x;
@@ -84,7 +85,7 @@ template <class U> int launch(const kvl_copy_tokens_args &a, void *queue) {
     part.from = a.from + at, part.to = a.to + at;
     l.count = part.n * each;
     const int64_t blocks = (l.count + THREADS * EACH - 1) / (THREADS * EACH);
-    int status = launch_programmatic(copy<U>, (unsigned)blocks, THREADS, 0, q, part, l);
+    int status = launch_programmatic(copy_units<U>, (unsigned)blocks, THREADS, 0, q, part, l);
     if (status < 0) return status;
   }
   return KVL_OK;
