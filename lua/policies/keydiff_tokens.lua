@@ -8,7 +8,7 @@
 -- Fails   questions about tokens that look common, since it never sees the question
 local kv = require "kvlab"
 
-local function worth_of(ctx, i, out)
+local function worth_of(_, ctx, i)
   local held = ctx:held(ctx.layer, i)
   local keys = ctx:keys(ctx.layer, i, held) -- zeros past the last token
   local heads, n, dim = keys:size(0), keys:size(1), keys:size(2)
@@ -16,20 +16,12 @@ local function worth_of(ctx, i, out)
   local units = keys / lengths:reshape { heads, n, 1 }
   local anchor = units:sum(1):reshape { heads, 1, dim }
   anchor = anchor / (anchor * anchor):sum(2):sqrt():add(1e-20):reshape { heads, 1, 1 }
-  local index = kv.arange(ctx.device, "i32", out:size(1)):expand(out:dims());
-  (units * anchor):sum(2):neg():gather(index, out)
+  return (units * anchor):sum(2):neg()
 end
 
 return kv.policy.define {
   name = "keydiff_tokens", decode = true, own_bytes = 0, prompt_only = true,
   defaults = { ratio = 0.1, sink = 0, recent = 0 },
 
-  evict = function(_, ctx)
-    local worth = kv.zeros(ctx.device, "f32",
-      { ctx.seqs, ctx.kv_heads, ctx.width * ctx.block_size })
-    for i = 0, ctx.seqs - 1 do
-      if ctx.ends_prompts[i + 1] then kv.scope(worth_of, ctx, i, worth:index(i)) end
-    end
-    return worth
-  end,
+  evict = function(self, ctx) return ctx:worth_after_prompts(worth_of, self) end,
 }

@@ -7,22 +7,14 @@
 -- Fails   models in which long keys are attended to
 local kv = require "kvlab"
 
-local function worth_of(ctx, i, out)
+local function worth_of(_, ctx, i)
   local keys = ctx:keys(ctx.layer, i, ctx:held(ctx.layer, i))
-  local index = kv.arange(ctx.device, "i32", out:size(1)):expand(out:dims());
-  (keys * keys):sum(2):sqrt():neg():gather(index, out)
+  return (keys * keys):sum(2):sqrt():neg()
 end
 
 return kv.policy.define {
   name = "knorm", decode = true, own_bytes = 0, prompt_only = true,
   defaults = { ratio = 0.1, sink = 0, recent = 0 },
 
-  evict = function(_, ctx)
-    local worth = kv.zeros(ctx.device, "f32",
-      { ctx.seqs, ctx.kv_heads, ctx.width * ctx.block_size })
-    for i = 0, ctx.seqs - 1 do
-      if ctx.ends_prompts[i + 1] then kv.scope(worth_of, ctx, i, worth:index(i)) end
-    end
-    return worth
-  end,
+  evict = function(self, ctx) return ctx:worth_after_prompts(worth_of, self) end,
 }

@@ -32,15 +32,14 @@ local function pooled(votes, pool)
   return sum / pool
 end
 
---- Writes the worth of what sequence i (from 0) holds to `out`, f32 [kv_heads, n].
-local function vote(self, ctx, i, out)
+--- The worth of what sequence i (from 0) holds: f32 [kv_heads, tokens].
+local function vote(self, ctx, i)
   local queries = ctx.sequences[i + 1].state[self][ctx.layer]
-  local held, n = ctx:held(ctx.layer, i), out:size(1)
+  local held = ctx:held(ctx.layer, i)
   local votes = pooled(ctx:attention_weights(queries, ctx.layer, i, held):mean(1),
     self.pool)
-  local index = kv.arange(ctx.device, "i32", n):expand(out:dims())
-  votes = votes:gather(index) -- zeros from its end on
-  index:ge(held - queries:size(0)):where(math.huge, votes, out)
+  local index = kv.arange(ctx.device, "i32", votes:size(1)):expand(votes:dims())
+  return index:ge(held - queries:size(0)):where(math.huge, votes)
 end
 
 return kv.policy.define {
@@ -52,16 +51,7 @@ return kv.policy.define {
   attention_finished = function(self, ctx)
     if ctx.is_prefill then ctx:each_sequence(keep_queries, self) end
   end,
-  evict = function(self, ctx)
-    local worth = kv.zeros(ctx.device, "f32",
-      { ctx.seqs, ctx.kv_heads, ctx.width * ctx.block_size })
-    for i = 0, ctx.seqs - 1 do
-      if ctx.ends_prompts[i + 1] then
-        kv.scope(vote, self, ctx, i, worth:index(i))
-      end
-    end
-    return worth
-  end,
+  evict = function(self, ctx) return ctx:worth_after_prompts(vote, self) end,
   inherit = function(self, seq, fork)
     local state = { is_over = {} }
     for key, value in pairs(seq.state[self] or {}) do state[key] = value end

@@ -690,6 +690,28 @@ function Context:attention_weights(queries, layer, i, length)
   return tensor.scope(attention_weights, self, queries, layer, i, length)
 end
 
+--- The worth of tokens at the end of prompts, for a policy's evict: fn(owner, ctx, i)
+-- returns that of sequence i (from 0), f32 [kv_heads, n], of what it holds in the layer.
+-- Sequences whose prompt goes on have zeros. f32 [seqs, kv_heads, width * block_size], a
+-- new tensor.
+function Context:worth_after_prompts(fn, owner)
+  local n, heads, ends = self.width * self.block_size, self.kv_heads, self.ends_prompts
+  if not ends then
+    options.fail "worth_after_prompts: no prompt ends in this step, expected one or more"
+  end
+  local worth = tensor.zeros(self.device, "f32", { self.seqs, heads, n })
+  tensor.scope(function()
+    local columns = tensor.arange(self.device, "i32", n):expand { heads, n }
+    for i = 0, self.seqs - 1 do
+      if ends[i + 1] then -- columns past its own are out of range: zeros
+        argument("worth_after_prompts", "what fn returns", fn(owner, self, i),
+          kinds.tensor):gather(columns, worth:index(i))
+      end
+    end
+  end)
+  return worth
+end
+
 --- A selection of every block, for callers that need a selection.
 function Context:everything()
   return (self:select(self:new_scores(1):fill_(0), policy.everything))
@@ -726,7 +748,9 @@ arguments.methods(Context, "a context", {
                 values = kinds.tensor, dim = options.integer },
   ramp = { low = options.number, high = options.number },
   mark = { selection = kinds.tensor },
-  score_sequences = { fn = options.callable }, each_sequence = { fn = options.callable },
+  score_sequences = { fn = options.callable },
+  worth_after_prompts = { fn = options.callable },
+  each_sequence = { fn = options.callable },
   group_queries = { query = kinds.tensor, layer = options.whole, first = options.whole,
                     count = options.whole },
   newest_queries = { old = kinds.tensor_or_nil, first = options.whole,
