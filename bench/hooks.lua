@@ -111,7 +111,7 @@ local PREFILLS = {
   { "prefill, votes of 32 queries by emit", function()
     return emitting { votes = e.where(is_newest, e.weight, 0):sum "token":mean "head" }
   end },
-  { "prefill, estimates of h2o", function() return kv.policy "h2o" end },
+  { "prefill, estimates of h2o_blocks", function() return kv.policy "h2o_blocks" end },
 }
 
 return function(b)

@@ -64,7 +64,7 @@ local function temporaries(b)
 end
 
 return function(b)
-  for _, name in ipairs { "full", "streaming", "quest" } do
+  for _, name in ipairs { "full", "streaming_blocks", "quest" } do
     b:case { id = "H1", name = "policy step, " .. name, setup = host_time(name) }
   end
   b:case { id = "H2", name = "one of a million temporary tensors", setup = temporaries }

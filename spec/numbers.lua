@@ -9,6 +9,7 @@
 --   cell: {accuracy} [{accuracy.low}, {accuracy.high}] ({bytes_share%})
 --   column HEAD: task=needle: {score}        or what one column shows
 --   skip: HEAD                               a column or row that is not from the files
+--   renamed: snapkv=snapkv_blocks            what the files call snapkv has that name now
 --   -->
 --
 -- A table of the bench has `id: P1 P2` instead. Then every number in the columns that
@@ -33,14 +34,19 @@ local function split(text, separator)
   return list
 end
 
-local function read_rows(root, files)
+local function read_rows(root, files, renamed)
   local rows = {}
   for _, path in ipairs(files) do
     local file = io.open(root .. "/" .. path)
     if not file then error("there is no " .. path, 0) end
     for line in file:lines() do
       local ok, row = pcall(json.decode, line)
-      if ok and row.id ~= "header" then rows[#rows + 1] = row end
+      if ok and row.id ~= "header" then
+        for key, value in pairs(row.config or {}) do
+          row.config[key] = renamed[value] or value
+        end
+        rows[#rows + 1] = row
+      end
     end
     file:close()
   end
@@ -66,11 +72,12 @@ local readers = {
   columns = function(d, text) d.columns = text end,
   cell = function(d, text) d.cell = text end,
   skip = function(d, text) d.skip[text] = true end,
+  renamed = function(d, text) d.renamed = settings(text) end,
   id = function(d, text) d.ids = text ~= "" and split(text, " ") or {} end,
 }
 
 local function read_directive(lines)
-  local d = { row = {}, column = {}, skip = {}, where = {},
+  local d = { row = {}, column = {}, skip = {}, where = {}, renamed = {},
               files = split(trim(lines[1]), " ") }
   for i = 2, #lines do
     local line = trim(lines[i])
@@ -337,7 +344,7 @@ end
 function M.check(root, lines)
   local wrong, tables = {}, M.tables(lines)
   for _, t in ipairs(tables) do
-    local rows = read_rows(root, t.directive.files)
+    local rows = read_rows(root, t.directive.files, t.directive.renamed)
     local list = (t.directive.ids and check_bench or check_grid)(t, rows)
     for _, line in ipairs(list) do
       wrong[#wrong + 1] = ("line %d: %s"):format(t.line, line)

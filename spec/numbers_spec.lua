@@ -66,6 +66,12 @@ describe("numbers of tables", function()
         grid "| a | 0.123 0.2 | |")
     end)
 
+    it("may be of what has another name now", function()
+      assert.equal("", check("<!-- numbers: r.jsonl", "rows: policy", "columns: budget%",
+        "renamed: a=b", "cell: {x}", "-->", "| policy | 5% |", "|---|---|",
+        "| b | 0.123 |"))
+    end)
+
     it("are those of the ids of a bench", function()
       local function bench(cells)
         return check("<!-- numbers: r.jsonl", "id:", "column kvlab: : x", "-->",

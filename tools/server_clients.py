@@ -189,7 +189,7 @@ def openai_package(server, _):
     expect(drawn[0] == drawn[1] and drawn[0][0] != drawn[0][1], f"seeds: {drawn}")
     yield f"two answers with a seed, twice the same: {drawn[0]}"
     other = client.completions.create(model=model, prompt=PROMPT, max_tokens=2, temperature=0,
-                                      extra_body={"policy": "streaming",
+                                      extra_body={"policy": "streaming_blocks",
                                                   "policy_options": {"tokens": 64}})
     yield f"another policy by extra_body: {other.choices[0].text!r}"
     for kind, call in [

@@ -5,9 +5,9 @@
 -- policy, with a budget of blocks per KV head. Every question is asked on its own fork of
 -- the prefilled context. The question itself is decoded too; with question=prompt, it is
 -- read with dense attention as the end of the prompt. Policies that watch the prompt
--- (h2o, snapkv) prefill their own contexts. Those that evict tokens for good (tova,
--- snapkv_tokens) do so, too, and their budget is what they hold of the prompt; name them
--- with --set policy=tova.
+-- (h2o_blocks, snapkv_blocks) prefill their own contexts. Those that evict tokens for
+-- good (tova, snapkv) do so, too, and their budget is what they hold of the prompt; name
+-- them with --set policy=tova.
 --
 -- A budget says how many blocks a policy may select. What it reads is bytes_share: the
 -- bytes of K and V that its attention reads, and those that it reads to select, as a

@@ -8,7 +8,7 @@
 --   ./kvlab run lua/experiments/02_offload_bytes.lua [--device=cuda]
 local kv = require "kvlab"
 
-local PREFILL = { full = "full", quest = "full", topk = "full", streaming = "full",
+local PREFILL = { full = "full", quest = "full", topk = "full", streaming_blocks = "full",
                   xattention = "xattention" }
 
 --- Returns how many blocks of the history a policy loads: those that it selects among n
@@ -67,7 +67,7 @@ kv.experiment.run {
   title = "How many bytes does a policy bring over the link?",
   grid = {
     { "context", is_cpu and { 4096, 8192, 16384 } or { 16384, 32768, 65536 } },
-    { "policy", { "full", "xattention", "quest", "topk", "streaming" } },
+    { "policy", { "full", "xattention", "quest", "topk", "streaming_blocks" } },
   },
   defaults = { shape = kv.synthetic.default_shape(dev),
                block_size = is_cpu and 256 or 1024,

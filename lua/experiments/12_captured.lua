@@ -4,8 +4,8 @@
 -- (docs/capture.md), are replayed without the model. The last tokens of the text are
 -- decoded under each policy. Each layer's output is compared with dense attention
 -- (output_error, attention_mass) and with the model's own output (model_error). Policies
--- that watch the prompt (h2o, snapkv) get its queries too. Tables show in brackets what
--- was read, bytes_share (01_recall), and pictures have it on the x axis.
+-- that watch the prompt (h2o_blocks, snapkv_blocks) get its queries too. Tables show in
+-- brackets what was read, bytes_share (01_recall), and pictures have it on the x axis.
 --
 --   ./kvlab run lua/experiments/12_captured.lua --set capture=FOLDER [--device=cuda]
 --                                               [--set decode=128] [--set block_size=32]

@@ -3,12 +3,12 @@
 -- The small recall model (lua/models/recall) reads contexts with a needle in each of 16
 -- equal parts, and is asked for every needle under each policy. A map for each policy
 -- shows the accuracy by context and by depth (the percentage of the context that lies
--- before the needle). The policy streaming keeps the newest blocks. h2o adds up attention
--- from the beginning on, so it keeps the oldest ones. Policies that score every block at
--- each step do not depend on the depth. A second table shows what each policy read,
--- bytes_share (01_recall).
+-- before the needle). The policy streaming_blocks selects the newest blocks. h2o_blocks
+-- adds up attention from the beginning on, so it keeps the oldest ones. Policies that
+-- score every block at each step do not depend on the depth. A second table shows what
+-- each policy read, bytes_share (01_recall).
 --
---   ./kvlab run lua/experiments/14_needle.lua [--device=cuda] [--set policy=quest,h2o]
+--   ./kvlab run lua/experiments/14_needle.lua [--device=cuda] [--set policy=quest]
 --                                             [--set budget=0.1]
 local exam = require "models.recall.exam"
 local kv = require "kvlab"
@@ -54,8 +54,8 @@ kv.experiment.run {
   title = "Does it matter where in the context a needle lies?",
   grid = {
     { "context", { 512, 1024, 2048, 4096 } },
-    { "policy", { "oracle", "quest", "block_mean", "gsa_on_device", "h2o", "snapkv",
-                  "streaming", "random" } },
+    { "policy", { "oracle", "quest", "block_mean", "gsa_on_device", "h2o_blocks",
+                  "snapkv_blocks", "streaming_blocks", "random" } },
     { "depth", depths },
   },
   defaults = { prompts = 8, budget = 0.1, block_size = 16 },

@@ -8,7 +8,7 @@
 -- shows one policy's scores in every layer and KV head.
 --
 --   ./kvlab run lua/experiments/15_selection.lua [--device=cuda] [--set layer=0]
---                                                [--set scored=h2o]
+--                                                [--set scored=h2o_blocks]
 local kv = require "kvlab"
 local llama = require "models.llama"
 local prompts = require "models.recall.prompts"
@@ -74,8 +74,8 @@ kv.experiment.run {
   name = "15_selection",
   title = "Which blocks does a policy choose, and how many of them again?",
   grid = {
-    { "policy", { "full", "oracle", "quest", "block_mean", "gsa_on_device", "h2o",
-                  "streaming", "random" } },
+    { "policy", { "full", "oracle", "quest", "block_mean", "gsa_on_device", "h2o_blocks",
+                  "streaming_blocks", "random" } },
   },
   defaults = { context = 2048, needles = 32, questions = 8, budget = 0.1,
                block_size = 16, layer = 2, scored = "quest" },

@@ -23,7 +23,7 @@
 -- mass_oracle. Pictures have what was read on the x axis (bytes_share, see 01_recall),
 -- with the Pareto front.
 --
---   ./kvlab run lua/experiments/17_levels.lua [--set policy=quest,h2o] [--set budget=8]
+--   ./kvlab run lua/experiments/17_levels.lua [--set policy=quest] [--set budget=8]
 local exam = require "models.recall.exam"
 local kv = require "kvlab"
 

@@ -3,7 +3,8 @@
 -- A real language model reads texts with dense attention and then decodes under each
 -- policy: the next tokens of a text (perplexity), and the questions and answers of tasks
 -- (docs/tasks.md). Every policy gets the same texts. With question=prompt, questions are
--- read densely too. Policies that watch the prompt (h2o, snapkv) read the texts again.
+-- read densely too. Policies that watch the prompt (h2o_blocks, snapkv_blocks) read the
+-- texts again.
 --
 -- score is the share of right answers, from 0 to 1; for perplexity, the share of tokens
 -- that are the model's likeliest ones. score_low and score_high are the interval of its

@@ -312,7 +312,7 @@ kv.experiment.run {
   title = "How much faster is an answer of drafts that full attention verifies?",
   grid = {
     { "prompts", { "text" } },
-    { "policy", { "quest", "quest reused", "gsa_on_device", "streaming" } },
+    { "policy", { "quest", "quest reused", "gsa_on_device", "streaming_blocks" } },
     { "ratio", { 0.05, 0.1 } },
     { "draft", { 2, 4, 8 } },
   },

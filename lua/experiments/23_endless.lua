@@ -123,7 +123,7 @@ kv.experiment.run {
   title = "What does a long answer cost when only a budget of tokens is held?",
   grid = {
     { "prompts", is_cuda and { "8x2K", "16x2K" } or { "2x256" } },
-    { "policy", { "full", "streaming_tokens", "tova", "h2o_tokens" } },
+    { "policy", { "full", "streaming", "tova", "h2o" } },
   },
   defaults = { model = is_cuda and "8b" or "small", dtype = is_cuda and "bf16" or "f32",
                cache = is_cuda and "bf16" or "f32", block_size = 16, tables = "head",

@@ -123,9 +123,10 @@ end
 --                  blocks of the cache (1024), block_size in tokens (16), max_seqs: most
 --                  sequences of a step (16), chunk: most tokens of a prefill step (512),
 --                  max_blocks of one sequence (all), format of the cache (the model's
---                  dtype), tables: kv.cache's ("one"), offload: keeps KV in host memory,
---                  with these options of kv.cache's offload, graph: records decode steps
---                  once and replays them (false)
+--                  dtype), tables: kv.cache's ("head" for a policy that evicts, else
+--                  "one"), offload: keeps KV in host memory, with these options of
+--                  kv.cache's offload, graph: records decode steps once and replays them
+--                  (false)
 ---@return models.Engine
 function M.new(model, o)
   o = options.check("engine", o, OPTIONS)
@@ -141,7 +142,8 @@ function M.new(model, o)
   self.cache = kv.cache {
     device = device, format = o.format or dtype, layers = c.layers,
     blocks = o.blocks or 1024, block_size = o.block_size or 16, kv_heads = c.kv_heads,
-    head_dim = c.head_dim, tables = o.tables, offload = o.offload
+    tables = o.tables or o.policy and o.policy.evict and "head" or nil,
+    head_dim = c.head_dim, offload = o.offload
       and merged({ max_seqs = self.max_seqs, max_tokens = rows }, o.offload) or nil,
   }
   self:use_attention(new_attention(self, o.policy, o.prefill_policy, o.draft_policy,

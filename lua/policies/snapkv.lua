@@ -1,63 +1,61 @@
---- SnapKV: the prompt's last queries vote once for the blocks that the answer will need.
--- Source  Li et al. 2024, arXiv:2404.14469. In the paper each head keeps the tokens with
---         most votes, pooled over neighbours, all tokens of the window, and all that are
---         decoded; it drops the others. Here each KV head selects blocks and none is
---         dropped. Blocks of the window have no privilege: they need votes, or to be
---         among the `recent` ones. Decoded blocks come first, but within the budget.
---         Votes are summed over a block and not pooled over neighbours
--- Score   the attention that the prompt's last `window` queries pay to a block, the mean
---         over them and a group's heads. Blocks that are not full at the end of the
---         prompt come first
--- Cost    the products of the window with all keys, in the first decode step of a
---         request; if the keys lie in host memory, they cross the link once. The weights
---         of one layer, 4 * window * heads bytes a token, and two copies of its keys in
---         f32 take memory for that time. Until then, window * heads queries of each layer
---         are kept
--- Fails   questions that come after the prompt: the votes do not change during generation
+--- SnapKV: the prompt's last queries vote once for the tokens that the answer will need,
+-- and the other tokens are evicted.
+-- Source  Li et al. 2024, arXiv:2404.14469. As there, the votes are pooled over
+--         neighbours, all tokens of the window stay, and so do all decoded ones. Each KV
+--         head votes for itself, by the mean over its group; pooling is the mean over
+--         `pool` tokens, with zeros past the ends
+-- Worth   the attention that the prompt's last `window` queries pay to the token, exact,
+--         the mean over them and a group's heads, pooled
+-- Cost    the products of the window with all keys, once after the prompt; 4 * window *
+--         heads bytes a token, for one layer at a time
+-- Fails   questions that come after the prompt
 local kv = require "kvlab"
 
---- seq.state[self]: the queries that will vote, by layer, and the length of the prompt so
--- far; false after they have voted.
-local function keep_queries(self, ctx, seq, _, first, count)
-  if seq.state[self] == false then return end
-  local kept = seq.state[self] or {}
-  kept[ctx.layer] = ctx:newest_queries(kept[ctx.layer], first, count, self.window)
-  kept.length = seq:length()
+--- seq.state[self]: the newest queries of the prompt, by layer, and of which layers the
+-- prompt is over.
+local function keep_queries(self, ctx, seq, i, first, count)
+  local kept = seq.state[self] or { is_over = {} }
+  local old = not kept.is_over[ctx.layer] and kept[ctx.layer] or nil
+  kept[ctx.layer] = ctx:newest_queries(old, first, count, self.window)
+  kept.is_over[ctx.layer] = ctx.ends_prompts ~= nil and ctx.ends_prompts[i + 1]
   seq.state[self] = kept
 end
 
-local function vote(self, ctx, seq, i, layer, queries, length)
-  local size = self.shape.block_size
-  local full = math.floor(length / size)
-  if not queries or full == 0 then return end
-  local votes = ctx:attention_weights(queries, layer, i, length):mean(1)
-    :reshape { self.shape.kv_heads, -1, size }:sum(2)
-  self.votes:put(seq, layer, votes[(":, 0:%d"):format(full)])
+--- The mean over `pool` neighbours: f32 [heads, n].
+local function pooled(votes, pool)
+  local heads, n = votes:size(0), votes:size(1)
+  local sum = kv.zeros(votes.device, "f32", { heads, n })
+  local index = kv.arange(votes.device, "i32", n)
+  for off = -math.floor(pool / 2), math.ceil(pool / 2) - 1 do -- past the ends are zeros
+    sum:add(votes:gather((index + off):expand { heads, n }), sum)
+  end
+  return sum / pool
+end
+
+--- The worth of what sequence i (from 0) holds: f32 [kv_heads, tokens].
+local function vote(self, ctx, i)
+  local queries = ctx.sequences[i + 1].state[self][ctx.layer]
+  local held = ctx:held(ctx.layer, i)
+  local votes = pooled(ctx:attention_weights(queries, ctx.layer, i, held):mean(1),
+    self.pool)
+  local index = kv.arange(ctx.device, "i32", votes:size(1)):expand(votes:dims())
+  return index:ge(held - queries:size(0)):where(math.huge, votes)
 end
 
 return kv.policy.define {
-  name = "snapkv", prefill = false, decode = true, own_bytes = 0, watches_prompt = true,
-  defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, window = 32 },
-  takes = { window = kv.policy.count },
+  name = "snapkv", decode = true, own_bytes = 0, watches_prompt = true,
+  prompt_only = true,
+  defaults = { ratio = 0.1, sink = 0, recent = 0, window = 32, pool = 5 },
+  takes = { window = kv.policy.count, pool = kv.policy.count },
 
-  init = function(self, shape) self.votes = kv.tally(shape, nil, math.huge) end,
   attention_finished = function(self, ctx)
     if ctx.is_prefill then ctx:each_sequence(keep_queries, self) end
   end,
-  step_begin = function(self, ctx)
-    self.votes:begin(ctx)
-    for i, seq in ipairs(ctx.sequences) do
-      local kept = seq.state[self] or {}
-      for layer = 0, kept.length and self.shape.layers - 1 or -1 do
-        kv.scope(vote, self, ctx, seq, i - 1, layer, kept[layer], kept.length)
-      end
-      seq.state[self] = false
-    end
-  end,
-  score = function(self, ctx) return self.votes:load(ctx) end,
+  evict = function(self, ctx) return ctx:worth_after_prompts(vote, self) end,
   inherit = function(self, seq, fork)
-    fork.state[self] = seq.state[self] and {}
-    for key, value in pairs(seq.state[self] or {}) do fork.state[self][key] = value end
+    local state = { is_over = {} }
+    for key, value in pairs(seq.state[self] or {}) do state[key] = value end
+    state.is_over = { [0] = state.is_over[0], unpack(state.is_over) }
+    fork.state[self] = state
   end,
-  reset = function(self) self.votes:reset() end,
 }

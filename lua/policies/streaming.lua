@@ -1,15 +1,14 @@
---- Streaming: selects the first blocks and the most recent ones, whatever they contain.
--- Source  StreamingLLM, Xiao et al. 2023, arXiv:2309.17453. Positions are kept here; the
---         paper re-numbers them inside its rolling cache
--- Score   the block's index, so the budget that `sink` leaves goes to the newest blocks
--- Cost    reads no keys to score. The expression e.block takes 2 to 3 times as long on a
---         CPU and 1.3 times on a GPU, as it writes scores for each KV head
--- Fails   everything between the sink and the newest blocks is lost to recall
+--- StreamingLLM: holds the first tokens and the newest ones, and evicts the others.
+-- Source  Xiao et al. 2023, arXiv:2309.17453. Tokens keep their positions here; the paper
+--         numbers them anew by their places in its cache
+-- Worth   the position, so that the oldest token after the sinks goes
+-- Cost    reads the positions of the tokens that are held
+-- Fails   everything between the sinks and the newest tokens is lost
 local kv = require "kvlab"
 
 return kv.policy.define {
-  name = "streaming", prefill = false, decode = true, own_bytes = 0,
-  defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2 },
+  name = "streaming", decode = true, own_bytes = 0,
+  defaults = { ratio = 0.1, sink = 1, recent = 0 },
 
-  score = function(_, ctx) return ctx:new_scores(1):arange_() end,
+  evict = function() return nil end,
 }

@@ -8,8 +8,8 @@
 --         prompt; this divides blocks by the policy's score, whenever it selects. It
 --         needs scores that compare among heads: with `softmax`, each head's are made
 --         weights, softmax(scale * score). Use it where a score is a q.k (quest,
---         block_mean, oracle, infllm, nsa), not where it is a share already (h2o,
---         snapkv, mass_oracle, twilight) or no logit
+--         block_mean, oracle, infllm, nsa), not where it is a share already (h2o_blocks,
+--         snapkv_blocks, mass_oracle, twilight) or no logit
 -- Cost    two selections and about 20 small launches more in a layer. Lists are as wide
 --         as all heads' budgets together, and a hot cache needs slots for that many
 -- Fails   scores of different scales: the head with the largest numbers gets all but

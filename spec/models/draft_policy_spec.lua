@@ -43,7 +43,7 @@ end
 
 local function new_policy(name)
   return OWN[name] and OWN[name] {}
-    or kv.policy(name, name == "h2o" and { ratio = 0.3 } or nil)
+    or kv.policy(name, name == "h2o_blocks" and { ratio = 0.3 } or nil)
 end
 
 local function may_reuse(name) return (pcall(reuse.expect_policy, new_policy(name))) end
@@ -206,8 +206,8 @@ support.each_device(function(dev)
   end
 
   it("that no step verifies leaves nothing on " .. dev:name(), function()
-    local a = open(model, { draft_policy = kv.policy("h2o", { ratio = 0.3 }) })
-    local b = open(model, { draft_policy = kv.policy("h2o", { ratio = 0.3 }) })
+    local a = open(model, { draft_policy = kv.policy("h2o_blocks", { ratio = 0.3 }) })
+    local b = open(model, { draft_policy = kv.policy("h2o_blocks", { ratio = 0.3 }) })
     for _ = 1, 6 do
       a.engine:draft(a.seqs, { 4, 2 }, a.newest)
       for _, s in ipairs { a, b } do
@@ -339,7 +339,7 @@ support.each_device(function(dev)
 
   it("takes one graph for its steps and one for each check on " .. dev:name(), function()
     for _, tier in ipairs { "resident", "hot cache" } do
-      local s = open(model, { draft_policy = kv.policy("h2o", { ratio = 0.2 }),
+      local s = open(model, { draft_policy = kv.policy("h2o_blocks", { ratio = 0.2 }),
                               graph = true, offload = TIERS[tier].offload })
       local rng, keys = support.rng(5), {}
       for _ = 1, 12 do -- tokens begin at every place of a block

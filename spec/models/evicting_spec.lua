@@ -119,7 +119,7 @@ describe("eviction", function()
   local cpu = kv.device "cpu"
 
   it("is whole or none where Ctrl-C comes at any call", function()
-    for _, name in ipairs { "h2o_tokens", "snapkv_tokens" } do
+    for _, name in ipairs { "h2o", "snapkv" } do
       local o = { policy = name, options = { blocks = 3 } }
       local function start()
         local e = open(cpu, o)
@@ -155,7 +155,7 @@ describe("eviction", function()
 
   it("replays graphs that were recorded before there were more sequences", function()
     local function run(graph)
-      local e, out = open(cpu, { policy = "h2o_tokens", options = { blocks = 3 },
+      local e, out = open(cpu, { policy = "h2o", options = { blocks = 3 },
         graph = graph, blocks = 300 }), {}
       local seqs = {}
       for i = 1, 14 do -- 28 rows by head, of which a step may have 8
@@ -181,7 +181,7 @@ describe("eviction", function()
   it("works in a prompt and the decode steps of one transaction", function()
     for _, o in ipairs { { blocks = 4 }, { ratio = { 1, 0.3 } } } do
       local function run(together)
-        local e = open(cpu, { policy = "streaming_tokens", options = o })
+        local e = open(cpu, { policy = "streaming", options = o })
         local seq, logits = e:sequence(), nil
         local function steps()
           e:prefill(seq, tokens(16))
@@ -231,7 +231,7 @@ describe("eviction", function()
       e.cache:close()
       return logits
     end
-    for _, name in ipairs { "h2o_tokens", "tova", "snapkv_tokens" } do
+    for _, name in ipairs { "h2o", "tova", "snapkv" } do
       local o = { blocks = 4, sink = 0, recent = 0 }
       local want = last(name, o, function() end)
       close(last(name, o, function(e, seq)
@@ -296,11 +296,11 @@ describe("eviction", function()
   end)
 
   it("refuses what does not go with it", function()
-    support.raises("policy tova evicts tokens, which does not go with tables of a "
-      .. "sequence that all layers share", open, cpu, { policy = "tova", tables = "one" })
+    support.raises("policy tova evicts tokens, which does not go with tables = \"one\"; "
+      .. "expected \"layer\" or \"head\"", open, cpu, { policy = "tova", tables = "one" })
     support.raises("does not go with drafts", open, cpu, { policy = "tova",
       draft_policy = kv.policy "quest" })
-    support.raises("a split among heads", open, cpu, { policy = "snapkv_tokens",
+    support.raises("a split among heads", open, cpu, { policy = "snapkv",
       tables = "layer", options = { split = "adaptive" } })
     support.raises("a budget of each head", open, cpu, { policy = "tova",
       tables = "layer", options = { ratio = kv.full(cpu, "f32", { 2, 2 }, 0.5) } })

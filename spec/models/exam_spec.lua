@@ -49,7 +49,8 @@ describe("an exam #release", function()
     for _, question in ipairs { "chain", "sum" } do
       local sitting = exam.open { context = 1024, prompts = 2, needles = 32, hops = 8,
                                   block_size = 16, question = question }
-      local none = sitting:ask(kv.policy("streaming", { blocks = 3, min_blocks = 0 }))
+      local none = sitting:ask(kv.policy("streaming_blocks",
+        { blocks = 3, min_blocks = 0 }))
       assert.equal(0, none, question)
       sitting:close()
     end

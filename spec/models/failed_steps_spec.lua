@@ -321,7 +321,7 @@ end)
 describe("a step of drafts, interrupted at any call that a tally makes,", function()
   it("leaves nothing half made for the next one", function()
     local function until_drafts()
-      local s = open { policy = "h2o", tier = "resident" }
+      local s = open { policy = "h2o_blocks", tier = "resident" }
       for at = 1, 5 do SCRIPT[at].run(s) end
       return s
     end
@@ -353,7 +353,7 @@ describe("engine:generate", function()
   end
 
   for _, case in ipairs { { policy = "quest", tier = "resident" },
-      { policy = "h2o", tier = "hot cache" },
+      { policy = "h2o_blocks", tier = "hot cache" },
       { policy = "gsa", tier = "resident", graph = true } } do
     it(("that fails in a step of %s, %s, keeps the steps before and goes on"):format(
         case.policy, case.tier), function()

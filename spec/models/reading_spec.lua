@@ -135,7 +135,8 @@ describe("reading #release", function()
     local reading = open(perplexity())
     local blocks = reading.engine.cache:blocks_free()
     local first = reading:ask(kv.policy "full")
-    for _, name in ipairs { "quest", "h2o", "snapkv", "random", "gsa_on_device" } do
+    for _, name in ipairs { "quest", "h2o_blocks", "snapkv_blocks", "random",
+                             "gsa_on_device" } do
       local policy = kv.policy(name, { ratio = 0.1, sink = 1, recent = 2,
                                        min_blocks = 0 })
       local result, probe = reading:ask(policy, kv.probe)
@@ -151,7 +152,8 @@ describe("reading #release", function()
   it("equals dense attention at a budget of everything", function()
     local reading = open(perplexity())
     local dense = reading:ask(kv.policy "full")
-    for _, name in ipairs { "quest", "block_mean", "oracle", "h2o", "snapkv" } do
+    for _, name in ipairs { "quest", "block_mean", "oracle", "h2o_blocks",
+                             "snapkv_blocks" } do
       local result = reading:ask(kv.policy(name, { ratio = 1 }))
       assert.is_true(math.abs(result.nll - dense.nll) < MOST, name)
     end
@@ -202,7 +204,7 @@ describe("18_text_budget #release", function()
   end
 
   it("runs without a model, on a sample", function()
-    local printed, out = run "--set model=sample --set policy=full,quest,h2o"
+    local printed, out = run "--set model=sample --set policy=full,quest,h2o_blocks"
     assert.matches("status 0\n$", printed)
     local caption = "score of needle by random weights (bytes_share)"
     assert.truthy(printed:find(caption, 1, true), printed)
@@ -247,10 +249,11 @@ describe("18_text_budget #release", function()
   end)
 
   it("reads a text that is given, with every task", function()
-    local printed = run(("--set model=sample --set policy=full,streaming --set text='%s' "
-      .. "--set length=2500 --set examples=1 --set decode=4 --set task=perplexity,"
-      .. "needle_multikey,needle_multivalue,needle_multiquery,variable_tracking,"
-      .. "frequent_words,common_words"):format(text_file()))
+    local printed = run(("--set model=sample --set policy=full,streaming_blocks "
+      .. "--set text='%s' --set length=2500 --set examples=1 --set decode=4 "
+      .. "--set task=perplexity,needle_multikey,needle_multivalue,"
+      .. "needle_multiquery,variable_tracking,frequent_words,common_words"):format(
+      text_file()))
     assert.matches("status 0\n$", printed)
     local caption = "score of common_words by random weights (bytes_share)"
     assert.truthy(printed:find(caption, 1, true), printed)

@@ -17,10 +17,10 @@ local function is_eager(name) return EAGER[name] or tried.own and tried.is_eager
 local TIERS = { resident = {}, ["hot cache"] = { offload = { hot_slots = 400 } } }
 
 -- So that what a policy counts decides about enough blocks.
-local OPTIONS = { h2o = { ratio = 0.3 } }
+local OPTIONS = { h2o_blocks = { ratio = 0.3 } }
 
 -- Policies with a budget that differs among layers and heads and is divided besides.
-local RAGGED = { "quest", "h2o", "gsa", "gsa_on_device", "magicpig", "twilight" }
+local RAGGED = { "quest", "h2o_blocks", "gsa", "gsa_on_device", "magicpig", "twilight" }
 
 local function ragged_options()
   return { ratio = kv.from("cpu", "f32", { 2, 2 }, { 0.4, 0.1, 0.2, 0.5 }),

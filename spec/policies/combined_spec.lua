@@ -18,7 +18,8 @@ end
 
 describe("layers", function()
   it("selects in the layers after the dense ones, as its base does", function()
-    for _, base in ipairs { "quest", "topk", "h2o", "snapkv", "keydiff" } do
+    for _, base in ipairs { "quest", "topk", "h2o_blocks", "snapkv_blocks",
+                            "keydiff_blocks" } do
       local o = { ratio = 0.2, min_blocks = 0, sink = 1, recent = 1 }
       local want = decode(base, o)
       o.base, o.dense = base, 1
@@ -56,7 +57,7 @@ describe("union", function()
 
   it("is its first policy with all of the budget, its second with none", function()
     for _, pair in ipairs { { "quest", "block_mean" }, { "topk", "quest" },
-                            { "quest", "topk" }, { "streaming", "topk" } } do
+                            { "quest", "topk" }, { "streaming_blocks", "topk" } } do
       local first, second = decode(pair[1], O), decode(pair[2], O)
       local function same(got, want) -- one list for all heads may have become two
         for i, step in ipairs(got.steps) do
@@ -92,6 +93,7 @@ describe("union", function()
   end)
 
   it("refuses a second policy without scores", function()
-    support.raises("second is h2o, which has no score", union, "quest", "h2o", 0.5)
+    support.raises("second is h2o_blocks, which has no score", union, "quest",
+      "h2o_blocks", 0.5)
   end)
 end)

@@ -20,8 +20,8 @@ local EXTRA = { layers = { dense = 1 } }
 -- policy normalises over all blocks or does not select the open block, the summary of an
 -- open block without the later rows' keys.
 local SEQUENTIAL = { quest = true, block_mean = true, oracle = true, mass_oracle = true,
-  streaming = true, layers = true, union = true, full = true, infllm = true,
-  gsa_on_device = true, keydiff = true, snapkv = true, nsa = true }
+  streaming_blocks = true, layers = true, union = true, full = true, infllm = true,
+  gsa_on_device = true, keydiff_blocks = true, snapkv_blocks = true, nsa = true }
 
 --- Whether a policy is one of these, or one of one's own that is a score alone, made of
 -- an expression.

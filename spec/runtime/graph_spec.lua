@@ -176,7 +176,7 @@ local function check(dev)
     it("replays a whole decode step while lengths grow, as eager steps do", function()
       for _, offload in ipairs { false, { hot_slots = 200 },
                                  { hot_slots = 200, hot_overlap = true } } do
-        for _, name in ipairs { "full", "quest", "topk", "streaming" } do
+        for _, name in ipairs { "full", "quest", "topk", "streaming_blocks" } do
           local function run(recorded)
             local s = synthetic { device = dev, shape = "small", context = 512,
               block_size = 16, max_seqs = 2, max_blocks = 20, dtype = "f32",

@@ -26,6 +26,7 @@ local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
 local ops = require "kvlab.tensor.ops"
+local policies = require "kvlab.policy.policy"
 local protected = require "kvlab.protected"
 local tally = require "kvlab.policy.tally"
 local tensor = require "kvlab.tensor.arithmetic"
@@ -52,9 +53,19 @@ local function has_window(window)
   return false
 end
 
+--- Says which policy of the same method selects blocks; "" if there is none.
+local function namesake(name)
+  for _, other in ipairs(policies.names "decode") do
+    if other == name .. "_blocks" then
+      return ("; %s selects blocks and evicts nothing"):format(other)
+    end
+  end
+  return ""
+end
+
 --- Raises for what does not go with eviction.
 local function check_attention(o, cache, p)
-  local lacks = cache.tables == "one" and "tables of a sequence that all layers share"
+  local lacks = cache.tables == "one" and 'tables = "one"; expected "layer" or "head"'
     or o.draft_policy and "drafts"
     or o.alibi and "ALiBi" or has_window(o.window) and "a window"
     or cache.tables == "layer" and p.split and p.split.heads
@@ -62,8 +73,8 @@ local function check_attention(o, cache, p)
     or cache.tables == "layer" and budgets.differs(p.budget)
       and "tables by layer, whose heads hold the same, and a budget of each head"
   if lacks then
-    options.fail(("attention: policy %s evicts tokens, which does not go with %s"):format(
-      p.name, lacks))
+    options.fail(("attention: policy %s evicts tokens, which does not go with %s%s")
+      :format(p.name, lacks, namesake(p.name)))
   end
 end
 

@@ -3,7 +3,8 @@
 -- (kvlab.named).
 --
 --   kv.policy("quest", { ratio = 0.1, split = "pyramid" })
---   kv.policy("h2o", { ratio = 0.1, split = kv.split("adaptive", { floor = 0.5 }) })
+--   kv.policy("quest", { ratio = 0.1, split = kv.split("adaptive", { floor = 0.5 })
+-- })
 --
 --   kv.split.define {
 --     name = "pyramid",

@@ -38,11 +38,13 @@ local POLICIES = {
   union = style(RED, 1, DOTTED),
   gsa_on_device = style(GREEN, 9, SOLID), gsa = style(GREEN, 10, DASHED),
   xattention = style(GREEN, 2, DOTTED),
-  h2o = style(PURPLE, 13, SOLID), layers = style(PURPLE, 6, DASHED),
-  magicpig = style(PURPLE, 3, DOTTED),
-  streaming = style(ORANGE, 11, SOLID), nsa = style(ORANGE, 12, DASHED),
-  nsa_branches = style(ORANGE, 1, DOTTED),
-  snapkv = style(SKY, 13, SOLID), keydiff = style(SKY, 4, DASHED),
+  h2o_blocks = style(PURPLE, 13, SOLID), h2o = style(PURPLE, 5, DASHED),
+  layers = style(PURPLE, 6, DASHED), magicpig = style(PURPLE, 3, DOTTED),
+  streaming_blocks = style(ORANGE, 11, SOLID), streaming = style(ORANGE, 5, DASHED),
+  nsa = style(ORANGE, 12, DASHED), nsa_branches = style(ORANGE, 1, DOTTED),
+  snapkv_blocks = style(SKY, 13, SOLID), snapkv = style(SKY, 7, DASHED),
+  keydiff_blocks = style(SKY, 4, DASHED), keydiff = style(SKY, 5, SOLID),
+  knorm = style(SKY, 1, DOTTED), tova = style(GREEN, 7, SOLID),
 }
 
 -- If series that are no policies are more than the colours, the colours repeat with other

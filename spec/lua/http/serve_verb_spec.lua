@@ -94,7 +94,7 @@ describe("kvlab serve", function()
 
   it("answers with SmolLM2 what m:generate does, beside others #model", function()
     local policies = {
-      { "quest", { ratio = 0.1 } }, { "full" }, { "streaming", { tokens = 64 } },
+      { "quest", { ratio = 0.1 } }, { "full" }, { "streaming_blocks", { tokens = 64 } },
     }
     local prompts = {}
     for i = 1, 6 do

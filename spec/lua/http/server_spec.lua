@@ -253,8 +253,8 @@ describe("chats", function()
     local server = open { draft = { policy = "quest", ratio = 0.2, tokens = 3 } }
     local own = open {}
     local DRAFTS = { "none named", false, { ngram = 2 },
-                       { policy = "block_mean", reuse = true }, { policy = "streaming",
-      policy_options = { blocks = 2 }, tokens = "auto" } }
+                       { policy = "block_mean", reuse = true },
+      { policy = "streaming_blocks", policy_options = { blocks = 2 }, tokens = "auto" } }
     for _, temperature in ipairs { 0, 0.8 } do
       for _, draft in ipairs(DRAFTS) do
         local o = { prompt = PROMPT, max_tokens = 20, temperature = temperature, seed = 4,
@@ -273,7 +273,7 @@ describe("chats", function()
   end)
 
   it("say which blocks each step read to those who watch", function()
-    local server = open { policy = "streaming",
+    local server = open { policy = "streaming_blocks",
       policy_options = { blocks = 3, sink = 1, min_blocks = 1 } }
     local body = post(server, "/v1/chat/completions", { messages = MESSAGES,
       stream = true,
@@ -307,7 +307,7 @@ describe("requests at the same time", function()
                  max_tokens = 5 + i, temperature = i % 2 == 0 and 1.1 or 0, seed = i,
                  ignore_eos = true }
     if i % 3 > 0 then
-      ASKED[i].policy = i % 3 == 1 and "quest" or "streaming"
+      ASKED[i].policy = i % 3 == 1 and "quest" or "streaming_blocks"
       ASKED[i].policy_options = { ratio = 0.3, min_blocks = 1 + i % 2 }
     end
   end
@@ -365,7 +365,7 @@ describe("requests at the same time", function()
         temperature = 0,
         ignore_eos = true, policy = policy, policy_options = options }).choices[1].text
     end
-    local first = with("streaming", streaming)
+    local first = with("streaming_blocks", streaming)
     -- now its prompt with its answer, densely: nothing of the sparse pass may be reused
     local longer = o.prompt .. first
     local own = alone(longer, { max_tokens = 30, ignore_eos = true })

@@ -44,7 +44,7 @@ local KNOWN = {
     score = (e.q * e.k):sum "dim":logsumexp "token":mean "head" },
   max_pool = { name = "max_pool", decode = true,
     score = (e.q * e.k):sum "dim":max("token", "head") },
-  streaming = { name = "streaming", decode = true,
+  streaming_blocks = { name = "streaming_blocks", decode = true,
     score = e.block / e.max(e.blocks - 1, 1) },
   lsh40 = hamming(40), lsh64 = hamming(64),
   stored = { name = "stored", decode = true,

@@ -145,7 +145,7 @@ describe("a probe", function()
       for name, x in pairs(want) do
         assert.is_true(math.abs(x - got[name]) < 1e-6 * math.max(1, math.abs(x)), name)
       end
-      local held = metrics(tables, kv.policy("streaming_tokens", { blocks = 5 }))
+      local held = metrics(tables, kv.policy("streaming", { blocks = 5 }))
       assert.equal(5, held.blocks_read)
       assert.is_true(math.abs(held.blocks_share - 5 / 16.5) < 1e-9, held.blocks_share)
       assert.is_true(held.output_error < 1e-6)

@@ -10,7 +10,9 @@ local SLOTS, SIZE, HEADS, KV_HEADS = 40, 4, 4, 2
 
 local POLICIES = {
   quest = function() return kv.policy("quest", { ratio = 0.4, sink = 1, recent = 1 }) end,
-  streaming = function() return kv.policy("streaming", { ratio = 0.5 }) end, -- one list
+  streaming_blocks = function() -- one list
+    return kv.policy("streaming_blocks", { ratio = 0.5 })
+  end,
   full = function() return kv.policy "full" end, -- no selection
   emitting = function() return emitting {} end,
 }

@@ -113,7 +113,7 @@ local function check(dev)
 
     it("gives what the model gave, with full attention and a budget of all", function()
       local all = { ratio = 1 }
-      for name, options in pairs { full = false, quest = all, h2o = all } do
+      for name, options in pairs { full = false, quest = all, h2o_blocks = all } do
         local metrics, model_error = run(name, options or nil)
         assert.is_true(model_error < 0.004, name .. " " .. model_error)
         assert.near(1, metrics.attention_mass, 1e-5)
@@ -145,13 +145,15 @@ local function check(dev)
     it("begins anew each time, with policies that watch the prompt and others", function()
       local first = {}
       for round = 1, 2 do
-        for _, name in ipairs { "snapkv", "quest", "h2o", "gsa_on_device", "keydiff" } do
+        for _, name in ipairs { "snapkv_blocks", "quest", "h2o_blocks", "gsa_on_device",
+                                 "keydiff_blocks" } do
           local metrics = run(name, { ratio = 0.3, min_blocks = 0 })
           first[name] = first[name] or metrics
           if round == 2 then assert.same(first[name], metrics) end
         end
       end
-      assert.is_true(first.snapkv.attention_mass ~= first.h2o.attention_mass)
+      assert.is_true(first.snapkv_blocks.attention_mass
+        ~= first.h2o_blocks.attention_mass)
     end)
 
     it("gives its own number of tokens back, and takes no other", function()

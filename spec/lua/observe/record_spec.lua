@@ -100,8 +100,8 @@ local function check(dev)
     end)
 
     it("counts the blocks that a probe counts, which goes on observing", function()
-      for _, name in ipairs { "full", "quest", "gsa_on_device", "streaming", "twilight",
-                              "union", "layers", "magicpig" } do
+      for _, name in ipairs { "full", "quest", "gsa_on_device", "streaming_blocks",
+                              "twilight", "union", "layers", "magicpig" } do
         local first, second, probe
         play(dev, policy_of(name), 3, function(attention)
           probe = kv.probe(attention)

@@ -67,7 +67,7 @@ describe("stages of a decode step", function()
     local us = times_of(kv.policy "full")
     assert.is_nil(us.summary or us.score or us.select)
     assert.is_true(us.attend > 0 and us.other > 0)
-    us = times_of(kv.policy "streaming")
+    us = times_of(kv.policy "streaming_blocks")
     assert.is_nil(us.summary)
   end)
 

@@ -201,7 +201,7 @@ local function check_device(dev)
       local function run(graph, draft)
         local policy = kv.policy("quest", { ratio = 0.3, sink = 1, recent = 1 })
         local engine = tiny.attentive(dev):engine { policy = policy, blocks = 220,
-          draft_policy = draft and kv.policy("streaming", { ratio = 0.5 }) or nil,
+          draft_policy = draft and kv.policy("streaming_blocks", { ratio = 0.5 }) or nil,
           block_size = 4, chunk = 48, max_seqs = 2, max_blocks = 64, graph = graph,
           offload = { hot_slots = 40, slots = 2, slot_blocks = 2,
                       evict = evict_of(name) } }

@@ -11,9 +11,9 @@ local TOLERANCE = { f32 = 2e-5, bf16 = 0.03, int8 = 0.08 } -- of sums of normal 
 
 -- Policies, and the worth of a token in the reference.
 local worth = {}
-function worth.streaming_tokens(token) return token.position end
+function worth.streaming(token) return token.position end
 function worth.tova(token) return token.newest end
-function worth.h2o_tokens(token) return token.mass end
+function worth.h2o(token) return token.mass end
 
 function worth.knorm(token) return -math.sqrt(reference.dot(token.k, token.k)) end
 
@@ -35,7 +35,7 @@ local function anchor_of(tokens)
   end
   return sum
 end
-function worth.keydiff_tokens(token, seq, layer, head)
+function worth.keydiff(token, seq, layer, head)
   local anchor = once(seq, layer, head, function()
     return anchor_of(seq.held[layer][head])
   end)
@@ -63,7 +63,7 @@ local function votes_of(seq, layer, head)
   end
   return pooled
 end
-function worth.snapkv_tokens(_, seq, layer, head, i)
+function worth.snapkv(_, seq, layer, head, i)
   return once(seq, layer, head, function() return votes_of(seq, layer, head) end)[i]
 end
 
@@ -272,7 +272,7 @@ local function random_script(self, rng, steps)
   end
 end
 
-local PROMPT_ONLY = { knorm = true, keydiff_tokens = true, snapkv_tokens = true }
+local PROMPT_ONLY = { knorm = true, keydiff = true, snapkv = true }
 
 local BUDGETS = { { blocks = 4 }, { ratio = 0.4, min_blocks = 2 },
   { blocks = 5, sink = 1, recent = 2 }, { ratio = 1 },
@@ -287,7 +287,7 @@ local function specs(dev)
             for _, size in ipairs { 4, 1 } do
               local o = {}
               for key, value in pairs(options) do o[key] = value end
-              if name == "snapkv_tokens" then o.window, o.pool = WINDOW, POOL end
+              if name == "snapkv" then o.window, o.pool = WINDOW, POOL end
               if PROMPT_ONLY[name] then o.keep_decoded = nil end
               local self = open(dev, { policy = name, options = o, tables = tables,
                 block_size = size })
@@ -310,12 +310,12 @@ local RAGGED = {
     { 0.02, 0.02 } },
     options = { ratio = 0.3, split = kv.split("pyramid", { beta = 15 }) } },
   ["all for some heads, and sinks and the newest for the others"] = { tables = "head",
-    policy = "streaming_tokens", ratios = { { 1, 0 }, { 0, 1 } },
+    policy = "streaming", ratios = { { 1, 0 }, { 0, 1 } },
     options = { sink = 1, recent = 3 } }, -- DuoAttention
-  ["what the heads of a layer divide"] = { tables = "head", policy = "h2o_tokens",
+  ["what the heads of a layer divide"] = { tables = "head", policy = "h2o",
     floor = 0.25, options = { ratio = 0.3, recent = 1,
       split = kv.split("adaptive", { floor = 0.25 }) } },
-  ["what they divide after the prompt"] = { tables = "head", policy = "snapkv_tokens",
+  ["what they divide after the prompt"] = { tables = "head", policy = "snapkv",
     floor = 0.2, options = { ratio = 0.3, window = WINDOW, pool = POOL,
                              split = "adaptive" } },
 }

@@ -38,7 +38,7 @@ end
 local MEANS, TALLY = BLOCKS, 4 * BLOCKS
 local BY_HAND = {
   { "full", attended = BLOCKS },
-  { "streaming" }, { "random" },
+  { "streaming_blocks" }, { "random" },
   { "quest", keys = 2 * BLOCKS },
   { "block_mean", keys = MEANS }, { "topk", keys = MEANS }, { "infllm", keys = MEANS },
   { "twilight", { p = 1 }, keys = MEANS },
@@ -52,14 +52,14 @@ local BY_HAND = {
   -- one of two layers is dense
   { "layers", { dense = 1 }, keys = BLOCKS, attended = (BLOCKS + 5) / 2 },
   -- the means once for each head of a group
-  { "h2o", keys = GROUP * MEANS, bytes = TALLY },
+  { "h2o_blocks", keys = GROUP * MEANS, bytes = TALLY },
   -- a tally for all heads; means at the first of two steps
   { "gsa", bytes = TALLY / SHAPE.kv_heads },
   { "gsa", { scores = "mean", refresh = 2 }, keys = MEANS / 2,
     bytes = TALLY / SHAPE.kv_heads / 2 },
   -- all keys, or the means of full blocks, at the first of two steps
-  { "snapkv", keys = BLOCKS * SIZE / 2, bytes = TALLY },
-  { "keydiff", keys = FULL / 2, bytes = TALLY },
+  { "snapkv_blocks", keys = BLOCKS * SIZE / 2, bytes = TALLY },
+  { "keydiff_blocks", keys = FULL / 2, bytes = TALLY },
   -- and a log_weight of each attended block
   { "magicpig", { code = 256 }, keys = FULL / 2, bytes = 32 * BLOCKS + 4 * 5 },
   { "gsa_on_device", { hash_bits = 64 }, bytes = 8 * BLOCKS },
@@ -91,7 +91,7 @@ describe("what a step reads", function()
   end)
 
   it("is what dense attention reads, where everything is selected", function()
-    for _, name in ipairs { "streaming", "oracle", "mass_oracle" } do
+    for _, name in ipairs { "streaming_blocks", "oracle", "mass_oracle" } do
       assert.near(1, metrics(kv.policy(name, { ratio = 1 })).bytes_share, 1e-12, name)
     end
   end)
@@ -141,7 +141,7 @@ describe("what a step reads", function()
   end)
 
   it("is counted in steps that nobody observes, too", function()
-    local seen = metrics(kv.policy("snapkv", { blocks = 5, min_blocks = 0 }),
+    local seen = metrics(kv.policy("snapkv_blocks", { blocks = 5, min_blocks = 0 }),
       function(attention, probe)
         local begin, steps = attention.begin, 0
         attention.begin = function(self, batch, is_prefill)

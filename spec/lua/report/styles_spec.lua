@@ -26,7 +26,7 @@ end
 describe("style", function()
   it("of a policy is the same in two pictures with different policies", function()
     local one = drawn { "full", "quest", "mine", "random" }
-    local other = drawn { "h2o", "mine", "yours", "block_mean", "quest" }
+    local other = drawn { "h2o_blocks", "mine", "yours", "block_mean", "quest" }
     assert.truthy(one.quest and one.mine)
     assert.equal(one.quest, other.quest)
     assert.equal(one.mine, other.mine)

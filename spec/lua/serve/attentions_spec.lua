@@ -16,7 +16,8 @@ local raises = support.raises
 local TIERS = { resident = {}, ring = { slots = 2, slot_blocks = 2 },
                 hot = { slots = 2, slot_blocks = 2, hot_slots = 640 } }
 local POLICIES = { { "full" }, { "quest", { ratio = 0.3, min_blocks = 2 } },
-                   { "streaming", { blocks = 3, min_blocks = 1, sink = 1, recent = 1 } },
+                   { "streaming_blocks",
+                     { blocks = 3, min_blocks = 1, sink = 1, recent = 1 } },
                    { "quest", { ratio = 0.6, min_blocks = 1 } } }
 
 local function engine(o)
@@ -171,7 +172,7 @@ describe("a server", function()
   end)
 
   it("says which blocks the steps of a request read", function()
-    local e = engine { policy = kv.policy("streaming", POLICIES[3][2]) }
+    local e = engine { policy = kv.policy("streaming_blocks", POLICIES[3][2]) }
     local server, seen = kv.serve { engine = e }, 0
     submit(server, 1, { watch = true, on_token = function(r)
       if not r.reads then return end

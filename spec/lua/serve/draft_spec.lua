@@ -118,7 +118,8 @@ describe("an answer with drafts", function()
   end
 
   it("has them under a policy, whose selections do not depend on drafts", function()
-    for _, name in ipairs { "quest", "block_mean", "oracle", "streaming", "union" } do
+    for _, name in ipairs { "quest", "block_mean", "oracle", "streaming_blocks",
+                             "union" } do
       local function run(d)
         local e = engine { policy = kv.policy(name, { ratio = 0.4, recent = 2 }) }
         return ids_of(generate(e, PROMPTS, { max_tokens = 40, draft = d }))
@@ -337,11 +338,11 @@ describe("an answer with drafts by a policy", function()
       local accepted, proposed = 0, 0
       for _, d in ipairs { QUEST, with { tokens = "auto" }, with { tokens = 1 },
                            with { reuse = true, tokens = 5 },
-                           { policy = kv.policy("h2o", { ratio = 0.2 }) },
+                           { policy = kv.policy("h2o_blocks", { ratio = 0.2 }) },
                            with { ratio = { 0.1, 0.4 } },
                            with { ratio = { 0.1, 0.4 }, split = "adaptive",
                                   reuse = true },
-                           { policy = "streaming", blocks = 1, tokens = 3 } } do
+                           { policy = "streaming_blocks", blocks = 1, tokens = 3 } } do
         local got = generate(open(o), PROMPTS, { max_tokens = 40, draft = d })
         assert.same(ids_of(want), ids_of(got))
         for _, answer in ipairs(got) do
@@ -371,12 +372,13 @@ describe("an answer with drafts by a policy", function()
         { max_tokens = 24, draft = QUEST })
       for _, answer in ipairs(got) do assert.equal(24, #answer.ids, name) end
     end
-    for _, name in ipairs { "quest", "block_mean", "oracle", "streaming", "union" } do
+    for _, name in ipairs { "quest", "block_mean", "oracle", "streaming_blocks",
+                             "union" } do
       local function run(d)
         local e = open { policy = kv.policy(name, { ratio = 0.4, recent = 2 }) }
         return ids_of(generate(e, PROMPTS, { max_tokens = 40, draft = d }))
       end
-      assert.same(run(), run { policy = "streaming", ratio = 0.1 }, name)
+      assert.same(run(), run { policy = "streaming_blocks", ratio = 0.1 }, name)
     end
   end)
 
@@ -426,7 +428,7 @@ describe("an answer with drafts by a policy", function()
     local prompts, firsts, vocab = {}, {}, 97
     for seed = 1, seeds do prompts[seed] = { prompt = prompt, seed = seed } end
     local sampling = { temperature = 12, top_k = 30, max_tokens = 3,
-                       draft = { policy = "streaming", blocks = 1, tokens = 1 } }
+                       draft = { policy = "streaming_blocks", blocks = 1, tokens = 1 } }
     local accepted = 0
     for _, answer in ipairs(kv.generate(e, prompts, sampling)) do
       local first = answer.ids[1]
@@ -500,8 +502,8 @@ describe("an answer with drafts by a policy", function()
   end)
 
   it("says what each of its requests read, if it is watched", function()
-    local e = open { policy = kv.policy("streaming", { blocks = 3, sink = 1, recent = 2,
-                                                       min_blocks = 0 }) }
+    local e = open { policy = kv.policy("streaming_blocks",
+      { blocks = 3, sink = 1, recent = 2, min_blocks = 0 }) }
     local server, requests = kv.serve { engine = e }, {}
     for i = 1, 3 do
       requests[i] = server:submit { tokens = PROMPTS[i], max_tokens = 20, watch = true,
@@ -559,7 +561,7 @@ describe("an answer with drafts by a policy", function()
   end)
 
   it("makes way for a request that needs its blocks", function()
-    for _, d in ipairs { QUEST, { policy = "snapkv", ratio = 0.2 } } do
+    for _, d in ipairs { QUEST, { policy = "snapkv_blocks", ratio = 0.2 } } do
       local e = open { blocks = 34, max_blocks = 30 }
       local server = kv.serve { engine = e }
       local got = kv.generate(server, PROMPTS, { max_tokens = 40, draft = d })
@@ -583,7 +585,7 @@ describe("an answer with drafts by a policy", function()
       local server, requests, calls = kv.serve { engine = e }, {}, 0
       for i, prompt in ipairs(PROMPTS) do
         requests[i] = server:submit { tokens = prompt, max_tokens = 40,
-          draft = { policy = "h2o", ratio = 0.2 } }
+          draft = { policy = "h2o_blocks", ratio = 0.2 } }
       end
       local fails = { draft = 3, verify = 4, take_back = 5 }
       for name, nth in pairs(fails) do

@@ -126,7 +126,8 @@ local FAILURES = {
   end,
 }
 local CASES = {
-  { policy = "quest" }, { policy = "h2o" }, { policy = "gsa" }, { policy = "keydiff" },
+  { policy = "quest" }, { policy = "h2o_blocks" }, { policy = "gsa" },
+  { policy = "keydiff_blocks" },
   { policy = "quest", offload = { slots = 2, slot_blocks = 2 } },
   { policy = "gsa", offload = { slots = 2, slot_blocks = 2, hot_slots = 160 } },
 }
@@ -189,8 +190,8 @@ for _, case in ipairs(CASES) do
         for key, numbers in pairs(right) do
           support.close(found[key], numbers, TOLERANCE, 0, key)
         end
-        -- h2o watches the prompts, so nothing is brought from a store
-        if not (case.policy == "h2o" and name == "the prefetch") then
+        -- h2o_blocks watches the prompts, so nothing is brought from a store
+        if not (case.policy == "h2o_blocks" and name == "the prefetch") then
           assert.is_true(raised > 0)
         end
       end)

@@ -39,7 +39,7 @@ local TIERS = { resident = {}, ring = { slots = 2, slot_blocks = 2 },
                 hot = { slots = 2, slot_blocks = 2, hot_slots = 640 } }
 
 describe("greedy answers", function()
-  for _, name in ipairs { "full", "quest", "streaming" } do
+  for _, name in ipairs { "full", "quest", "streaming_blocks" } do
     for tier, offload in pairs(TIERS) do
       it(("in a batch are what the engine decodes: %s, %s"):format(name, tier), function()
         local function open()

@@ -61,8 +61,8 @@ describe("kv.model", function()
   it("answers the same with drafts by a policy, and chats with them", function()
     local m = open()
     local DRAFT = { policy = "quest", ratio = 0.2, tokens = 3 }
-    for _, o in ipairs { {}, { temperature = 0.8, seed = 3 }, { policy = "streaming",
-                         blocks = 2 }, { stop = { "e", "o" } } } do
+    for _, o in ipairs { {}, { temperature = 0.8, seed = 3 }, { stop = { "e", "o" } },
+                         { policy = "streaming_blocks", blocks = 2 } } do
       local function run(draft)
         local all = { max_tokens = 20, draft = draft }
         for name, value in pairs(o) do all[name] = value end

@@ -263,7 +263,7 @@ local function check(dev)
     it("computes every prompt for a policy that watches them", function()
       local list, store = { workload()[1], workload()[3] }, open_store()
       for _ = 1, 2 do
-        local function policy() return kv.policy("snapkv", { ratio = 0.3 }) end
+        local function policy() return kv.policy("snapkv_blocks", { ratio = 0.3 }) end
         local _, want = serve(dev, { list[2] }, { policy = policy() })
         local requests, got, stats = serve(dev, list, { policy = policy(),
                                                         server = { store = store } })

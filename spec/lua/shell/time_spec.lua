@@ -66,15 +66,15 @@ return kv.policy.define {
   end)
 
   it("prints them side by side, and what was measured", function()
-    local text = time("streaming,quest --set seqs=2 --set unit=blocks --set budget=4 "
-      .. "--set steps=3" .. SMALL)
+    local text = time("streaming_blocks,quest --set seqs=2 --set unit=blocks "
+      .. "--set budget=4 --set steps=3" .. SMALL)
     for _, words in ipairs {
       "1 layers, 8 query heads on 2 KV heads of 64, bf16; 2 x 100 tokens in blocks of",
       "budget: blocks = 4", "cold caches: 1 MiB are read before each layer",
-      "medians of 3 steps", "ratio to streaming" } do
+      "medians of 3 steps", "ratio to streaming_blocks" } do
       assert.truthy(text:find(words, 1, true), text)
     end
-    assert.matches("\nus a step +streaming +quest +full\n", text)
+    assert.matches("\nus a step +streaming_blocks +quest +full\n", text)
     assert.matches("\nsummary +%- +%d+ +%-\n", text)
     assert.matches("warm caches", time("quest --set steps=1" .. SMALL
       .. "--set flush_mib=0"), 1, true)

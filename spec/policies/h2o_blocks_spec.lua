@@ -31,10 +31,10 @@ local function mass_of(run, prompt, n)
   return flat
 end
 
-describe("h2o", function()
+describe("h2o_blocks", function()
   for _, chunks in ipairs { { 22 }, { 5, 7, 10 }, { 1, 21 } } do
     it(("counts the attention of a prompt in %d chunks"):format(#chunks), function()
-      local policy = kv.policy "h2o"
+      local policy = kv.policy "h2o_blocks"
       local run = small.play(policy, chunks, 0)
       run.attention:begin(run.cache:batch():append({ run.seq }, { 1 }), false)
       support.close(small.tallied(run, policy.mass, 5), mass_of(run, 22, 5), 1e-5, 1e-5)
@@ -44,7 +44,7 @@ describe("h2o", function()
   for _, steps in ipairs { 1, 2, 3, 9 } do
     it(("counts %d decoded queries as those of a prompt"):format(steps), function()
       for _, chunks in ipairs { { 20 }, { 1 }, { 3, 11 } } do
-        local policy, prompt = kv.policy "h2o", 0
+        local policy, prompt = kv.policy "h2o_blocks", 0
         for _, n in ipairs(chunks) do prompt = prompt + n end
         local run = small.play(policy, chunks, steps)
         local n = math.ceil((prompt + steps) / small.SHAPE.block_size)

@@ -28,14 +28,14 @@ local function votes_of(run, prompt, window, n)
   return flat
 end
 
-describe("snapkv", function()
+describe("snapkv_blocks", function()
   for _, c in ipairs { { window = 5, chunks = { 22 } },
                        { window = 5, chunks = { 3, 9, 10 } },
                        { window = 7, chunks = { 18, 1, 1, 1, 1 } },
                        { window = 64, chunks = { 12, 10 } } } do
     it(("lets the last %d queries of %d chunks vote"):format(c.window, #c.chunks),
       function()
-        local policy = kv.policy("snapkv", { window = c.window })
+        local policy = kv.policy("snapkv_blocks", { window = c.window })
         local run = small.play(policy, c.chunks, 1)
         support.close(small.tallied(run, policy.votes, 5), votes_of(run, 22, c.window, 5),
           1e-6, 1e-5)
@@ -43,7 +43,7 @@ describe("snapkv", function()
   end
 
   it("votes once, and puts what is generated before everything else", function()
-    local policy = kv.policy("snapkv", { window = 5 })
+    local policy = kv.policy("snapkv_blocks", { window = 5 })
     local run = small.play(policy, { 22 }, 9)
     support.close(small.tallied(run, policy.votes, 5), votes_of(run, 22, 5, 5), 1e-6,
       1e-5)
@@ -54,7 +54,7 @@ describe("snapkv", function()
   end)
 
   it("gives a fork the queries that have yet to vote", function()
-    local policy = kv.policy("snapkv", { window = 5 })
+    local policy = kv.policy("snapkv_blocks", { window = 5 })
     local run = small.play(policy, { 22 }, 0)
     local fork = run.seq:fork()
     run.seq:close()
@@ -69,8 +69,8 @@ describe("snapkv", function()
   it("cannot be attached when the prompt is gone", function()
     local run = small.play(kv.policy "full", { 22 }, 0)
     local attention = kv.attention { cache = run.cache, heads = small.SHAPE.heads,
-                                     decode_policy = kv.policy "snapkv" }
-    support.raises("policy snapkv watches the prompt's queries, which are gone",
+                                     decode_policy = kv.policy "snapkv_blocks" }
+    support.raises("policy snapkv_blocks watches the prompt's queries, which are gone",
       attention.adopt, attention, { run.seq })
   end)
 end)

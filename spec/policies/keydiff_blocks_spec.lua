@@ -9,13 +9,13 @@ local function unit(x)
   return u
 end
 
-describe("keydiff", function()
+describe("keydiff_blocks", function()
   for _, c in ipairs { { { 22 }, 1 }, { { 5, 17 }, 1 }, { { 22 }, 8 }, { { 3 }, 1 } } do
     local chunks, steps = c[1], c[2]
     local what = "scores blocks by their angle to all, %d chunks, %d steps"
     it(what:format(#chunks, steps),
       function()
-        local policy = kv.policy "keydiff"
+        local policy = kv.policy "keydiff_blocks"
         local run = small.play(policy, chunks, steps)
         local want, n = {}, math.floor((#run.k - 1) / small.SHAPE.block_size)
         for kv_head = 1, 2 do
