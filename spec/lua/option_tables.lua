@@ -489,7 +489,8 @@ M["Server:fork"] = {
 }
 local server_model = once(function()
   local m = text_model()
-  return { engine = m.model:engine { blocks = 16, chunk = 32 }, tokenizer = m.tokenizer,
+  local engine = m.model:engine { blocks = 16, chunk = 32 }
+  return { engine_for = function() return engine end, tokenizer = m.tokenizer,
            name = "tiny" }
 end)
 M["kv.http_server"] = {

@@ -129,6 +129,11 @@ local function pages_of(self, r, seq)
   return needed
 end
 
+--- How many pages of the cache are neither taken nor reserved by requests: one that needs
+-- no more can be admitted at once, if all requests reserve.
+---@return integer
+function Server:pages_left() return self.scheduler:pages_left(self.arriving) end
+
 --- Raises if a step has no room for the drafts that a request wants of a policy.
 local function expect_room(self, what, r)
   local d, most = r.draft, self.scheduler.max_tokens - 1
@@ -271,7 +276,7 @@ function Server:fork(parent, given)
   if extra == 0 then r.read_length = parent.read_length end -- the rest is decoded
   local needed, why = pages_of(self, r, parent.seq)
   if not needed then error("fork: " .. why, 2) end
-  local room = r.evicts and self.scheduler:pages_left(self.arriving) or math.huge
+  local room = r.evicts and self:pages_left() or math.huge
   if needed.prompt > room then
     error(("fork: the request may need %d pages, and %d are neither taken nor reserved")
       :format(needed.prompt, room), 2)
