@@ -133,8 +133,8 @@ end
 --                  of one, whose options may stand beside it (the engine's)
 ---@return kvlab.Answer|kvlab.Answer[]
 function Model:generate(prompts, o)
-  return generate.generate(self.engine, prompts,
-    prepare(self, "generate", o, generate.KNOWN))
+  local own = prepare(self, "generate", o, generate.KNOWN) -- it may open another engine
+  return generate.generate(self.engine, prompts, own)
 end
 
 --- A conversation on the terminal: reads a line, writes the answer as it comes, and so on
@@ -143,7 +143,8 @@ end
 --                  the chat template reads, as for tokenizer:chat; read(): returns the
 --                  next line, or nil at the end (what is typed)
 function Model:chat(o)
-  chat.run(self.engine, self.tokenizer, prepare(self, "chat", o, chat.KNOWN))
+  local own = prepare(self, "chat", o, chat.KNOWN)
+  chat.run(self.engine, self.tokenizer, own)
 end
 
 -- ---- maps -----------------------------------------------------------------------------
