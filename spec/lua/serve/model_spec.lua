@@ -107,10 +107,10 @@ describe("kv.model", function()
       assert.is_false(ok)
       assert.truthy(why:find(words, 1, true), why)
     end
-    refused("prompt 1 has 500 tokens, but the engine's cache of 128 pages has no room for "
-      .. "it and for what policy tova keeps of it", ("a"):rep(500),
+    refused("prompt 1 has 500 tokens, but the engine's cache of 128 pages has no room "
+      .. "for it and for what policy tova keeps of it", ("a"):rep(500),
       { policy = "tova", blocks = 3 })
-    refused("prompt 1 has 400 tokens and max_tokens is 200, but the model's context is 512",
+    refused("has 400 tokens and max_tokens is 200, but the model's context is 512",
       ("a"):rep(400), { policy = "tova", blocks = 3, max_tokens = 200 })
     m = kv.model(folder, { device = "cpu", dtype = "f32", engine = { blocks = 20 } })
     refused("prompt 1 has 200 tokens and max_tokens is 300, but the engine's cache has "
@@ -202,6 +202,14 @@ describe("kv.model", function()
     o.layers, o.title = nil, nil
     assert.same(answer, m:generate(text, o))
     assert.is_nil(m.engine.attention.probe) -- nobody watches any more
+  end)
+
+  it("draws no map of a policy that evicts, which selects nothing", function()
+    local ok, why = pcall(open().selection_map, open(), "Hello", { policy = "tova",
+                                                                   blocks = 3 })
+    assert.is_false(ok)
+    assert.matches("selection_map: policy tova evicts tokens and reads all that it holds",
+      why)
   end)
 
   it("names what is wrong, and blames the caller's line", function()
@@ -298,7 +306,7 @@ print(at, m.engine.cache:blocks_free())]])
 
   it("goes on from what a policy that evicts holds", function()
     for _, name in ipairs { "tova", "snapkv" } do
-      local m, lines, at, said, read = open(), { "Hello, you there!", "So?", "Bye" }, 0,
+      local m, lines, at, turns, read = open(), { "Hello, you there!", "So?", "Bye" }, 0,
         {}, 0
       local engine = m:engine_for(kv.policy(name))
       local batch = engine.prefill_batch
@@ -309,11 +317,11 @@ print(at, m.engine.cache:blocks_free())]])
       m:chat { max_tokens = 9, policy = name, blocks = 3,
         read = function()
           at = at + 1
-          said[at] = { text = "" }
+          turns[at] = { text = "" }
           return lines[at]
         end,
         on_text = function(text, answer)
-          said[at].text, said[at].ids = said[at].text .. text, answer.ids
+          turns[at].text, turns[at].ids = turns[at].text .. text, answer.ids
         end }
       assert.equal(engine, m.engine)
       assert.equal(engine.cache.pages, engine.cache:pages_free())
@@ -329,10 +337,10 @@ print(at, m.engine.cache:blocks_free())]])
         local rest = { unpack(newest) }
         for t = before + (is_ended and 2 or 1), #ids do rest[#rest + 1] = ids[t] end
         count = count + #rest
-        local answer = e:generate(seq, e:prefill(seq, rest), #said[i].ids)
-        assert.same(answer, said[i].ids)
-        messages[#messages + 1] = { role = "assistant", content = said[i].text }
-        before, newest = #ids + #said[i].text, { answer[#answer] }
+        local answer = e:generate(seq, e:prefill(seq, rest), #turns[i].ids)
+        assert.same(answer, turns[i].ids)
+        messages[#messages + 1] = { role = "assistant", content = turns[i].text }
+        before, newest = #ids + #turns[i].text, { answer[#answer] }
       end
       assert.equal(count, read)
       assert.is_true(seq:held(0, 0) < seq:length())
