@@ -290,6 +290,28 @@ describe("a chat", function()
       ask(("%s repl --device=cpu <%s 2>&1"):format(quote(executable), quote(path))))
   end)
 
+  it("is a verb, which takes a policy that evicts", function()
+    local line = ("%s chat %s --device=cpu --dtype=f32 --policy=tova --set blocks=3 "
+      .. "--set engine.blocks=32 --set max_tokens=7 <%s 2>&1")
+    local path = temporary.path()
+    local file = assert(io.open(path, "w"))
+    file:write "Hello, you there!\nSo?\n"
+    file:close()
+    local written, m, at = {}, open(), 0
+    m:chat { max_tokens = 7, policy = "tova", blocks = 3,
+      read = function()
+        at = at + 1
+        written[#written + 1] = at > 1 and "\n" or ""
+        return ({ "Hello, you there!", "So?" })[at]
+      end,
+      on_text = function(text) written[#written + 1] = text end }
+    assert.equal(table.concat(written), ask(line:format(quote(executable), quote(folder),
+      quote(path))))
+    assert.matches('"polcy" is no option',
+      ask(("%s chat %s --set polcy=1 2>&1 </dev/null"):format(quote(executable),
+        quote(folder))))
+  end)
+
   it("gives back all blocks, and takes lines from a function", function()
     local script = temporary.path()
     local file = assert(io.open(script, "w"))
