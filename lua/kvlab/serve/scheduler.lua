@@ -112,6 +112,14 @@ local function reserving(self)
   return n
 end
 
+--- How many pages requests have reserved and not taken.
+local function reserved(self)
+  local pages = 0
+  for _, r in ipairs(self.running) do pages = pages + left_of(r) end
+  for i = 1, reserving(self) do pages = pages + left_of(self.waiting[i]) end
+  return pages
+end
+
 -- ---- a step ---------------------------------------------------------------------------
 
 --- How many pages the next n tokens of a request take.
@@ -126,14 +134,14 @@ end
 local function parted(self, r, n)
   if r.evicts then return 0, 0 end
   local need = pages_needed(self, r, n)
-  local reserved = math.min(need, left_of(r))
-  return reserved, need - reserved
+  local own = math.min(need, left_of(r))
+  return own, need - own
 end
 
 --- Takes the pages of this step's n tokens of a request out of what is there.
 local function take(self, r, n)
-  local reserved, others = parted(self, r, n)
-  self.need, self.reserved = self.need + reserved + others, self.reserved - reserved
+  local own, others = parted(self, r, n)
+  self.need, self.reserved = self.need + own + others, self.reserved - own
 end
 
 local function preempt(self, index)
@@ -344,7 +352,7 @@ local function unblock(self)
   local r = self.waiting[1]
   if waiting.may_give_back(r) then waiting.give_back(self, r) end
   local need, left = self:pages_for(r.num_tokens), self.prefix:available()
-  if r.claim then need = left_of(r) end
+  if r.claim then need = r.is_fork and reserved(self) or left_of(r) end
   if need > left and #self.running == 0 then
     error(("request %d needs %d %s and the cache has %d left: other sequences hold "
       .. "the rest"):format(r.request_id, need, self.cuts > 1 and "pages" or "blocks",
@@ -360,11 +368,7 @@ function Scheduler:schedule()
   repeat
     for i = #plan.decode, 1, -1 do plan.decode[i] = nil end
     for i = #plan.prefill, 1, -1 do plan.prefill[i] = nil end
-    self.need, self.promised, self.reserved = 0, 0, 0
-    for _, r in ipairs(self.running) do self.reserved = self.reserved + left_of(r) end
-    for i = 1, reserving(self) do
-      self.reserved = self.reserved + left_of(self.waiting[i])
-    end
+    self.need, self.promised, self.reserved = 0, 0, reserved(self)
     local untroubled = continue_running(self)
     if untroubled then
       if self.ahead_tokens > 0 and #self.waiting > 0 then waiting.look_ahead(self) end

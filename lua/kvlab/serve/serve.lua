@@ -261,6 +261,15 @@ local function branch(self, what, parent, given, count)
   return r, extra
 end
 
+--- Why a branch that reserves at once has no room for it, or nil.
+---@param taken integer  pages of it that are taken already
+local function lacks_room(self, r, needed, taken)
+  local left = r.evicts and self.scheduler:pages_left(self.arriving, true) or math.huge
+  if needed.prompt - taken <= left then return nil end
+  return ("the request may need %d more pages, and %d are neither taken nor reserved")
+    :format(needed.prompt - taken, left)
+end
+
 --- Makes a request that goes on from what another request has so far, on its own branch.
 -- It shares every block, also the last, which is copied when one of the two grows. Where
 -- a policy evicts tokens, it gets copies of all pages at once, and reserves what it may
@@ -281,12 +290,8 @@ function Server:fork(parent, given)
   local r, extra = branch(self, "fork", parent, given, parent.num_tokens)
   if extra == 0 then r.read_length = parent.read_length end -- the rest is decoded
   local needed, why = pages_of(self, r, parent.seq)
-  if not needed then error("fork: " .. why, 2) end
-  local left = r.evicts and self.scheduler:pages_left(self.arriving, true) or math.huge
-  if needed.prompt > left then
-    error(("fork: the request may need %d pages, and %d are neither taken nor reserved")
-      :format(needed.prompt, left), 2)
-  end
+  why = why or lacks_room(self, r, needed, 0)
+  if why then error("fork: " .. why, 2) end
   r.seq, r.is_fork = parent.seq:fork(), true
   if r.seq:length() >= parent.num_tokens then -- the rest of an accepted draft
     r.seq:truncate(parent.num_tokens - 1)
@@ -304,7 +309,8 @@ end
 ---@param parent kvlab.Request  finished, and holding its tokens
 ---@param given table           as for fork; tokens: what follows, one or more
 ---@return kvlab.Request|nil request
----@return string|nil reason    why it can never run here; the other one holds on then
+---@return string|nil reason    why it cannot run here, or not now, as others need the
+--                              memory; the other one holds on then
 function Server:continue(parent, given)
   options.check("continue", given, request.KNOWN_OF_FORK)
   if not self.holding[parent] then
@@ -319,7 +325,8 @@ function Server:continue(parent, given)
   if seq:length() > parent.num_tokens then seq:truncate(parent.num_tokens) end -- a draft
   local r = branch(self, "continue", parent, given, seq:length())
   local needed, why = pages_of(self, r, seq)
-  if not needed then return nil, why end
+  why = why or lacks_room(self, r, needed, seq:pages())
+  if why then return nil, why end
   C.kvl_interrupt_hold(1)
   r.seq, r.is_fork, r.continues = seq, true, true
   parent.seq, self.holding[parent] = nil, nil
