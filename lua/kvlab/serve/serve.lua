@@ -261,11 +261,13 @@ local function branch(self, what, parent, given, count)
   return r, extra
 end
 
---- Why a branch that reserves at once has no room for it, or nil.
+--- Makes a branch reserve what it needs, if it reserves. Returns why there is no room for
+-- that, or nil.
 ---@param taken integer  pages of it that are taken already
-local function lacks_room(self, r, needed, taken)
-  local left = r.evicts and self.scheduler:pages_left(self.arriving, true) or math.huge
-  if needed.prompt - taken <= left then return nil end
+local function claim_branch(self, r, needed, taken)
+  local left = self.scheduler:pages_left(self.arriving, true)
+  self.scheduler:claim(r, needed)
+  if not r.claim or needed.prompt - taken <= left then return nil end
   return ("the request may need %d more pages, and %d are neither taken nor reserved")
     :format(needed.prompt - taken, left)
 end
@@ -290,14 +292,17 @@ function Server:fork(parent, given)
   local r, extra = branch(self, "fork", parent, given, parent.num_tokens)
   if extra == 0 then r.read_length = parent.read_length end -- the rest is decoded
   local needed, why = pages_of(self, r, parent.seq)
-  why = why or lacks_room(self, r, needed, 0)
+  if needed and not r.evicts then -- a last block that both have is copied
+    local cuts = self.scheduler.cuts
+    needed.prompt, needed.after = needed.prompt + cuts, needed.after + cuts
+  end
+  why = why or claim_branch(self, r, needed, r.evicts and 0 or parent.seq:pages())
   if why then error("fork: " .. why, 2) end
   r.seq, r.is_fork = parent.seq:fork(), true
   if r.seq:length() >= parent.num_tokens then -- the rest of an accepted draft
     r.seq:truncate(parent.num_tokens - 1)
   end
   r.shares_last, parent.shares_last = not r.evicts, not r.evicts
-  self.scheduler:claim(r, needed)
   enlist(self, r)
   return r
 end
@@ -325,12 +330,11 @@ function Server:continue(parent, given)
   if seq:length() > parent.num_tokens then seq:truncate(parent.num_tokens) end -- a draft
   local r = branch(self, "continue", parent, given, seq:length())
   local needed, why = pages_of(self, r, seq)
-  why = why or lacks_room(self, r, needed, seq:pages())
+  why = why or claim_branch(self, r, needed, seq:pages())
   if why then return nil, why end
   C.kvl_interrupt_hold(1)
   r.seq, r.is_fork, r.continues = seq, true, true
   parent.seq, self.holding[parent] = nil, nil
-  self.scheduler:claim(r, needed)
   enlist(self, r)
   C.kvl_interrupt_hold(-1)
   return r
