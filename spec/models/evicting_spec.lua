@@ -10,6 +10,13 @@ local tried = require "spec.tried_policies"
 local BLOCK = 4
 local NAMES = tried.evicting()
 
+--- Options with which a policy holds so many blocks of a prompt.
+local function holding(name, blocks)
+  local o = { blocks = blocks, sink = 0, recent = 0 }
+  if name == "rocketkv" then o.spare, o.min_blocks = 1, 0 end
+  return o
+end
+
 local function tokens(n, first)
   local list = {}
   for i = 1, n do list[i] = ((i + (first or 0)) * 37 + 11) % 97 end
@@ -61,7 +68,7 @@ local function specs(dev)
     for _, tables in ipairs { "layer", "head" } do
       local what = "of %s, tables by %s, is the same in chunks and replayed #policy"
       it(what:format(name, tables), function()
-        local o = { policy = name, tables = tables, options = { blocks = 4 } }
+        local o = { policy = name, tables = tables, options = holding(name, 4) }
         local want, free, held = play(dev, o)
         o.graph = true
         local got, free_too, held_too = play(dev, o)
@@ -207,7 +214,7 @@ describe("eviction", function()
         blocks = shape.blocks, block_size = 4, kv_heads = 1, head_dim = 16,
         tables = "head" }
       local attention = kv.attention { cache = cache, heads = 2, max_blocks = 20,
-        decode_policy = kv.policy(name, { blocks = 2, sink = 0, recent = 0 }) }
+        decode_policy = kv.policy(name, holding(name, 2)) }
       local batch = cache:batch { max_blocks = 20 }
       local seq = cache:sequence()
       batch:append({ seq }, { 30 })

@@ -99,6 +99,7 @@ end
 function M.new(attention, o)
   local p, cache = attention.decode_policy, attention.cache
   if not p.evict then return nil end
+  p = p.holder or p
   check_attention(o, cache, p)
   check_budget(p, cache)
   return setmetatable({ policy = p, cache = cache, attention = attention,
@@ -507,6 +508,11 @@ local function show(self, seq, layer)
     end
   end
   self.attention:show_layer(layer, blocks, tokens)
+end
+
+--- Shows the policies the pages of a fork, which are copies.
+function Evictor:forked(seq)
+  for layer = 0, self.layers - 1 do show(self, seq, layer) end
 end
 
 --- Moves what a layer keeps to the pages that the sequence has now.
