@@ -233,7 +233,8 @@ local function known_options(def)
   for key, kind in pairs(def.takes) do
     local of_type = known[key]
     if of_type then
-      known[key] = { kind[1], function(x) return of_type[2](x) and kind[2](x) end }
+      known[key] = { kind[1], below = kind.below,
+        function(x) return of_type[2](x) and kind[2](x) end }
     end
   end
   for alias, key in pairs(def.aliases) do
