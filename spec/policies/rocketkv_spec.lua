@@ -155,8 +155,9 @@ describe("rocketkv", function()
       cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 8, block_size = 4,
                          kv_heads = 1, head_dim = 8, tables = "head" },
       decode_policy = kv.policy.define(definition {})() })
-    for name, why in pairs { quest = "quest does not evict", snapkv = false,
-        tova = "tova does not evict, or not after prompts alone" } do
+    for name, why in pairs { snapkv = false,
+        quest = "hold is given quest, expected two policies with evict",
+        tova = "expected two policies with evict, and prompt_only, as it selects" } do
       local make = kv.policy.define(definition {
         init = function(self) kv.policy.hold(self, name, { ratio = 0.5 }) end })
       local cache = kv.cache { device = kv.device "cpu", layers = 1, blocks = 8,

@@ -98,6 +98,18 @@ function M.reads(path)
   sources.keep(path)
 end
 
+--- The rows of an experiment's results, on which the rows of this process depend from now
+-- on, as on any file that `reads` names.
+---@param path string  the folder of the results, or a file of rows (.jsonl)
+---@return {config: table, metrics: table}[]  empty if there is no such file
+function M.rows(path)
+  if type(path) ~= "string" then
+    error(("rows: path is a %s, expected a string"):format(type(path)), 2)
+  end
+  M.reads(path:find "%.jsonl$" and path or path .. "/results.jsonl")
+  return (results.read(path))
+end
+
 --- Records the outcome of each configuration that had no row: stores its row or reports
 -- its failure. The configurations run in this process or in workers.
 ---@class kvlab.experiment.record

@@ -704,21 +704,18 @@ function M.nest(outer, name, given)
   return put_inside(outer, name, inner)
 end
 
---- Makes the policy `name`, which says what is held of the prompts of `outer`, a policy
--- that evicts and then selects among what is left. `outer` gets its evict. Call this in
--- init.
----@param outer table    its definition has evict and prompt_only
----@param name string    a policy that evicts after prompts alone (prompt_only)
+--- Makes the policy `name`, which says in place of `outer` what is held. `outer` may
+-- select among that. It gets the evict of the other. Call this in init.
+---@param outer table    its definition has evict; and prompt_only, if it selects
+---@param name string    a policy with evict; and with prompt_only, if `outer` selects
 ---@param given? table   its options, the budget of what is held among them
 ---@return table
 function M.hold(outer, name, given)
   local inner = open(name, given, 3)
-  if not (inner.evict and inner.prompt_only) then
-    error(("policy %s: %s does not evict, or not after prompts alone, expected a policy "
-      .. "with evict and prompt_only"):format(outer.name, name), 0)
-  elseif not outer.prompt_only then
-    error(("policy %s: hold is called, expected evict and prompt_only in its definition")
-      :format(outer.name), 0)
+  local selects = outer.select_blocks ~= select_all
+  if not outer.evict or not inner.evict or selects and not inner.prompt_only then
+    error(("policy %s: hold is given %s, expected two policies with evict%s"):format(
+      outer.name, name, selects and ", and prompt_only, as it selects" or ""), 0)
   end
   outer.holder = put_inside(outer, name, inner)
   outer.evict = function(_, ctx) return inner:evict(ctx) end

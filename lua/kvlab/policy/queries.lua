@@ -1,8 +1,8 @@
---- The newest queries of a prompt, for policies that ask at its end what they attended to.
+--- The newest queries of a prompt, for policies that ask at its end what they looked at.
 --
 --   init               = function(self, shape) self.queries = kv.queries(shape, 32) end,
 --   attention_finished = function(self, ctx) self.queries:keep(ctx) end,
---   evict              = … ctx:attention_weights(self.queries:of(ctx, i), ctx.layer, i, n)
+--   evict              = … ctx:attention_weights(self.queries:of(ctx, i), layer, i, n)
 --
 -- A prompt that goes on after its end, as a chat's next turn does, counts as another one.
 local arguments = require "kvlab.arguments"
@@ -43,16 +43,16 @@ end
 --- Those of sequence i (from 0) of the context's step and layer.
 ---@return kvlab.Tensor  [at most `most`, heads, head_dim]
 function Queries:of(ctx, i)
-  local kept = ctx.sequences[i + 1].state[self]
-  return kept and kept[ctx.layer]
-    or options.fail(("of: no queries of sequence %d were kept, expected keep in "
-      .. "attention_finished"):format(i))
+  local seq = ctx.sequences and ctx.sequences[i + 1]
+  local kept = seq and seq.state[self]
+  return kept and kept[ctx.layer] or options.fail(("of: no queries of sequence %d are "
+    .. "kept, expected a call of keep before, in attention_finished"):format(i))
 end
 
 --- A fork has them, too.
 function Queries:inherit(seq, fork)
   local state = {}
-  for key, value in pairs(seq.state[self]) do state[key] = value end
+  for key, value in pairs(seq.state[self] or { is_over = {} }) do state[key] = value end
   state.is_over = { [0] = state.is_over[0], unpack(state.is_over) }
   fork.state[self] = state
 end
