@@ -70,7 +70,7 @@ struct split_plan {
   const kvl_paged_attention_args &a;
   const split_place &place;
   int *kept;                  /* [PLAN_LENGTHS]: the lengths, or the tiles of every chunk */
-  uint32_t shares, per, more; /* the first `more` shares have per + 1 tiles */
+  uint32_t shares, per, more; /* `more` of the shares have per + 1 tiles, the others per */
   uint32_t own;               /* the tiles of this lane's chunk */
   int early;                  /* the length of this lane's, of up to 32 sequences */
 
@@ -156,10 +156,14 @@ struct split_plan {
     return old;
   }
 
-  __device__ uint32_t begin(uint32_t share) const { return share * per + min(share, more); }
+  /* Where a share begins: shares differ by a tile at most, and if their number is a multiple
+   * of that of equal sequences, each sequence begins with a share. */
+  __device__ uint32_t begin(uint32_t share) const {
+    return share * per + share * more / shares;
+  }
+  /* The last share that does not begin after a tile. */
   __device__ uint32_t share_of(uint32_t tile) const {
-    const uint32_t longer = more * (per + 1);
-    return tile < longer ? tile / (per + 1) : more + (tile - longer) / per;
+    return (uint32_t)quotient_of(((int64_t)tile + 1) * shares - 1, per * shares + more);
   }
 
   /* The first i >= at for which `before` plus the values up to i exceeds `tile`; before
