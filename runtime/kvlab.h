@@ -717,6 +717,8 @@ int kvl_copy_tokens(const kvl_tensor *src, const kvl_tensor *from, const kvl_ten
  * positions below `sink` and the newest `recent`, the new one included, stay as long as there
  * are others.
  *  scores        f32  [rows, n]  NULL: the positions, so that the oldest token goes
+ *  score_firsts  i32  [rows, 1]  NULL, or scores is [1, n], and those of row r begin at
+ *                                 score_firsts[r]
  *  positions     f32  [1, cells]  those of row r begin at firsts[r]. Changed: that of the new
  *                                 token is written
  *  firsts        i32  [rows, 1]
@@ -727,10 +729,14 @@ int kvl_copy_tokens(const kvl_tensor *src, const kvl_tensor *from, const kvl_ten
  *  replaced      f32  [rows]      the position that stood there before
  *  places        i64  [rows]
  *  blocks        i32  [rows]      the block that the new token lies in
- *  block_tokens  i32  [rows]      valid tokens in it */
+ *  block_tokens  i32  [rows]      valid tokens in it
+ *  cache, saved  like a cache, or as format says; saved may be NULL. The token that stood at
+ *                places[r] is copied to token r of saved, as kvl_copy_tokens does */
 typedef struct kvl_replacement {
-  const kvl_tensor *scores, *positions, *firsts, *tables, *lens, *now, *wanted;
-  const kvl_tensor *index, *replaced, *places, *blocks, *block_tokens;
+  const kvl_tensor *scores, *score_firsts, *positions, *firsts, *tables, *lens, *now;
+  const kvl_tensor *wanted, *index, *replaced, *places, *blocks, *block_tokens;
+  const kvl_tensor *cache, *saved;
+  const kvl_format *format;
   int32_t block_size, sink, recent;
   int32_t reserved;
 } kvl_replacement;

@@ -19,6 +19,6 @@ return kv.policy.define {
     self.mass:load(ctx)
     self.mass:count(ctx, self.emitted.mass)
   end,
-  evict = function(self, ctx) return self.mass:load(ctx) end,
+  evict = function(self) return self.mass end,
   reset = function(self) self.mass:reset() end,
 }

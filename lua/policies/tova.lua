@@ -19,6 +19,6 @@ return kv.policy.define {
     self.newest.values:copy_(self.emitted.newest)
     self.newest:store(ctx)
   end,
-  evict = function(self, ctx) return self.newest:load(ctx) end,
+  evict = function(self) return self.newest end,
   reset = function(self) self.newest:reset() end,
 }

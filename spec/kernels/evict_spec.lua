@@ -61,6 +61,34 @@ local function specs(dev)
     end)
   end
 
+  for _, codec in ipairs { "f32", "bf16", "f8e4m3", "int8" } do
+    it("replace saves the token that goes, of " .. codec, function()
+      local rng, rows, width = support.rng(7), 11, 3
+      local memory, format = memory_of(dev, codec, 1)
+      local saved, want = memory_of(dev, codec, 2), memory_of(dev, codec, 2)
+      local tables, lens, wanted = {}, {}, {}
+      for r = 1, rows do
+        for b = 1, width do tables[(r - 1) * width + b] = rng(BLOCKS + 1) end
+        lens[r], wanted[r] = rng(width * SIZE + 1), rng(3) == 0 and 5 or -1
+      end
+      local function new(dtype) return support.poisoned(dev, dtype, { rows }) end
+      local function ints(t) return kv.from(dev, "i32", { #t }, t) end
+      local places = new "i64"
+      local call = ffi.new("kvl_replacement", { block_size = SIZE, cache = memory,
+        saved = saved, format = format, places = places, index = new "i32",
+        replaced = new "f32", blocks = new "i32", block_tokens = new "i32",
+        positions = kv.randn(dev, "f32", { 1, rows * width * SIZE }, { seed = 3 }),
+        firsts = (kv.arange(dev, "i32", rows) * (width * SIZE)):reshape { rows, 1 },
+        tables = ints(tables):reshape { rows, width }, lens = ints(lens),
+        now = kv.full(dev, "i32", { rows }, 100), wanted = ints(wanted):cast "i64" })
+      check(C.kvl_replace(call))
+      local own = kv.arange(dev, "i32", rows):cast "i64"
+      check(C.kvl_copy_tokens(memory, places, want, own, format))
+      support.equal(kv.from(dev, "f32", { BLOCKS * 2 * KV_HEADS * SIZE * DIM },
+        read(saved, format)), read(want, format))
+    end)
+  end
+
   it("replace finds the token that is worth least, and room where there is some",
     function()
       for seed = 1, 20 do
@@ -108,12 +136,22 @@ local function specs(dev)
           places = support.poisoned(dev, "i64", { rows }),
           blocks = support.poisoned(dev, "i32", { rows }),
           block_tokens = support.poisoned(dev, "i32", { rows }) }
+        local in_memory = seed % 4 == 0 -- of a tally, in another order
         local given = {
           scores = with_scores and kv.from(dev, "f32", { rows, n }, scores) or nil,
+          score_firsts = in_memory and (rows * n + 3 - kv.arange(dev, "i32", rows) * n)
+            :reshape { rows, 1 } or nil,
           positions = kv.from(dev, "f32", { 1, cells }, positions),
           firsts = ints(firsts):reshape { rows, 1 }, lens = ints(lens), now = ints(now),
           tables = ints(tables):reshape { rows, width },
           wanted = ints(wanted):cast "i64" }
+        if in_memory then
+          local memory = kv.full(dev, "f32", { (rows + 1) * n + 3 }, -1e9)
+          for r = 1, rows do
+            memory:narrow((rows - r + 1) * n + 3, n):copy_(given.scores:index(r - 1))
+          end
+          given.scores = memory:reshape { 1, memory.count }
+        end
         local call = ffi.new("kvl_replacement", { block_size = SIZE, sink = sink,
                                                   recent = recent })
         for _, part in ipairs { given, out } do

@@ -331,14 +331,24 @@ local function layer_of(self, ctx)
   return options.entry("tally", "layer", self.layers, ctx.layer)
 end
 
+--- Whether x is a tally by token.
+function M.is_by_token(x) return getmetatable(x) == Tally and x.by_token end
+
+--- Where this layer's numbers are, for kernels that read them there: the memory, f32 [1,
+-- cells], and where each row begins in it, i32 [seqs * heads, 1].
+function Tally:memory_of(ctx)
+  local numbers = layer_of(self, ctx)
+  if ctx.reads then ctx.reads:each_block(ctx, self:bytes_block()) end
+  return numbers, self.views.firsts
+end
+
 --- Reads this layer's numbers: f32 [seqs, heads, width], by token [seqs, heads, width *
 -- block_size].
 function Tally:load(ctx)
-  layer_of(self, ctx):gather(self.views.places_flat, self.views.flat)
+  self:memory_of(ctx):gather(self.views.places_flat, self.views.flat)
   if ctx.new_tokens and self.by_token then
     self.views.matrix:scatter_(ctx.new_tokens.of_heads[self.heads], self.views.fresh)
   end
-  if ctx.reads then ctx.reads:each_block(ctx, self:bytes_block()) end
   return self.values
 end
 
@@ -512,6 +522,7 @@ local STEP = { ctx = objects.context, make = options.callable }
 arguments.methods(Tally, "a tally", {
   inherit = { seq = objects.sequence, fork = objects.sequence },
   begin = { ctx = objects.context }, load = { ctx = objects.context },
+  memory_of = { ctx = objects.context },
   store = { ctx = objects.context },
   count = { ctx = objects.context, more = kinds.tensor },
   due = { ctx = objects.context, period = options.count,
