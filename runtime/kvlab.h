@@ -742,6 +742,19 @@ typedef struct kvl_replacement {
 } kvl_replacement;
 int kvl_replace(const kvl_replacement *call);
 
+/* Sets rows of numbers in a memory, or adds to them, and keeps what stood there: before[r][i] =
+ * memory[firsts[r] + i], which becomes values[r][i] or, with is_add, the sum of both. A number
+ * that lies outside of the memory is skipped. No two rows may overlap.
+ *  memory  f32  [1, cells]
+ *  firsts  i32  [rows, 1]
+ *  values  f32  [rows, n]
+ *  fresh   i32  [rows, 1]  NULL, or with is_add: memory[firsts[r] + fresh[r]] counts as
+ *                          `initial` in the sum, whatever it is; -1 for none
+ *  before  f32  [rows, n]  NULL: nothing is kept */
+int kvl_update_rows(const kvl_tensor *memory, const kvl_tensor *firsts,
+                    const kvl_tensor *values, int is_add, const kvl_tensor *fresh,
+                    double initial, const kvl_tensor *before);
+
 /* ---- index-K: what a lightning indexer scores with ------------------------------------- */
 /* An indexer scores every token by one small key that all of the indexer's heads share;
  * attention then reads only the tokens with the best scores. The keys are f8e4m3 with one

@@ -27,6 +27,17 @@ struct kvl_replace_args {
   struct kvl_pages cache, saved; /* optional: saved.memory may be NULL */
 };
 
+struct kvl_update_rows_args {
+  float *memory;         /* [cells] */
+  const int32_t *firsts; /* [rows] */
+  const int32_t *fresh;  /* optional [rows] */
+  const float *values;   /* [rows, n] */
+  float *before;         /* optional [rows, n] */
+  int64_t rows, n, cells;
+  int32_t is_add;
+  float initial;
+};
+
 /* What decides who goes: the kind, then a token's score, then its position. Smaller goes
  * first. */
 struct kvl_worth {
@@ -78,6 +89,15 @@ KVL_INLINE void kvl__put_new(const struct kvl_replace_args *a, int64_t row, int3
   a->places[row] = kvl__place(a, row, index);
   a->blocks[row] = a->tables[row * a->max_blocks + b];
   a->block_tokens[row] = left < a->block_size ? left : a->block_size;
+}
+/* Updates number i of a row. */
+KVL_INLINE void kvl__update(const struct kvl_update_rows_args *a, int64_t row, int64_t i) {
+  const int64_t cell = a->firsts[row] + i, at = row * a->n + i;
+  if (cell < 0 || cell >= a->cells) return;
+  const float old = a->memory[cell];
+  if (a->before) a->before[at] = old;
+  const float from = a->fresh && a->fresh[row] == i ? a->initial : old;
+  a->memory[cell] = a->is_add ? from + a->values[at] : a->values[at];
 }
 
 #endif

@@ -88,3 +88,24 @@ int kvl_replace(const kvl_replacement *a) {
   args.max_blocks = kvl__dim(&c, "max_blocks");
   return KVL__LAUNCH(&c, replace, args);
 }
+
+int kvl_update_rows(const kvl_tensor *memory, const kvl_tensor *firsts,
+                    const kvl_tensor *values, int is_add, const kvl_tensor *fresh,
+                    double initial, const kvl_tensor *before) {
+  struct kvl__call c = {.op = "update_rows"};
+  struct kvl_update_rows_args args = {.is_add = is_add != 0, .initial = (float)initial};
+  kvl__arg(&c, "memory", memory, KVL__F32, "1 cells");
+  kvl__arg(&c, "firsts", firsts, KVL__I32, "rows 1");
+  kvl__arg(&c, "values", values, KVL__F32, "rows n");
+  if (kvl__arg(&c, "fresh?", fresh, KVL__I32, "rows 1")) args.fresh = fresh->ptr;
+  if (kvl__arg(&c, "before?", before, KVL__F32, "rows n")) args.before = before->ptr;
+  if (fresh && !is_add) kvl__call_fail(&c, "fresh is given without is_add");
+  if (c.status < 0) return c.status;
+  args.memory = memory->ptr;
+  args.firsts = firsts->ptr;
+  args.values = values->ptr;
+  args.rows = kvl__dim(&c, "rows");
+  args.n = kvl__dim(&c, "n");
+  args.cells = kvl__dim(&c, "cells");
+  return KVL__LAUNCH(&c, update_rows, args);
+}

@@ -61,6 +61,41 @@ local function specs(dev)
     end)
   end
 
+  it("update_rows sets rows or adds to them, and keeps what stood there", function()
+    for seed = 1, 30 do
+      local rng = support.rng(seed)
+      local rows, n = rng(5), 1 + rng(seed % 3 == 0 and 1500 or 40)
+      local width = n + rng(3)
+      local is_add, keeps, has_fresh = rng(2) == 1, rng(2) == 1, rng(2) == 1
+      local function random(dims, own)
+        return kv.randn(dev, "f32", dims, { seed = seed * 10 + own })
+      end
+      local cells = rows * width - (rows > 1 and rng(2) or 0) -- the last row sticks out
+      local memory, values = random({ 1, cells }, 1), random({ rows, n }, 2)
+      local firsts, fresh = {}, {}
+      for r = 1, rows do firsts[r], fresh[r] = (rows - r) * width, rng(n + 1) - 1 end
+      local before = support.poisoned(dev, "f32", { rows, n })
+      local want, want_before = memory:list(), before:list()
+      local old, new = memory:list(), values:list()
+      for r = 1, rows do
+        for i = 0, n - 1 do
+          local cell, own = firsts[r] + i + 1, (r - 1) * n + i + 1
+          if cell <= cells then
+            local from = has_fresh and fresh[r] == i and 7 or old[cell]
+            want[cell] = is_add and from + new[own] or new[own]
+            want[cell] = tonumber(ffi.new("float", want[cell]))
+            if keeps then want_before[own] = old[cell] end
+          end
+        end
+      end
+      local function ints(t) return kv.from(dev, "i32", { #t, 1 }, t) end
+      check(C.kvl_update_rows(memory, ints(firsts), values, is_add and 1 or 0,
+        is_add and has_fresh and ints(fresh) or nil, 7, keeps and before or nil))
+      support.equal(memory, want)
+      support.equal(before, want_before)
+    end
+  end)
+
   for _, codec in ipairs { "f32", "bf16", "f8e4m3", "int8" } do
     it("replace saves the token that goes, of " .. codec, function()
       local rng, rows, width = support.rng(7), 11, 3
