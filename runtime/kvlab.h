@@ -717,6 +717,8 @@ int kvl_copy_tokens(const kvl_tensor *src, const kvl_tensor *from, const kvl_ten
  * positions below `sink` and the newest `recent`, the new one included, stay as long as there
  * are others.
  *  scores        f32  [rows, n]  NULL: the positions, so that the oldest token goes
+ *  score_firsts  i32  [rows, 1]  NULL, or scores is [1, n], and those of row r begin at
+ *                                 score_firsts[r]
  *  positions     f32  [1, cells]  those of row r begin at firsts[r]. Changed: that of the new
  *                                 token is written
  *  firsts        i32  [rows, 1]
@@ -727,14 +729,31 @@ int kvl_copy_tokens(const kvl_tensor *src, const kvl_tensor *from, const kvl_ten
  *  replaced      f32  [rows]      the position that stood there before
  *  places        i64  [rows]
  *  blocks        i32  [rows]      the block that the new token lies in
- *  block_tokens  i32  [rows]      valid tokens in it */
+ *  block_tokens  i32  [rows]      valid tokens in it
+ *  cache, saved  like a cache, or as format says; saved may be NULL. The token that stood at
+ *                places[r] is copied to token r of saved, as kvl_copy_tokens does */
 typedef struct kvl_replacement {
-  const kvl_tensor *scores, *positions, *firsts, *tables, *lens, *now, *wanted;
-  const kvl_tensor *index, *replaced, *places, *blocks, *block_tokens;
+  const kvl_tensor *scores, *score_firsts, *positions, *firsts, *tables, *lens, *now;
+  const kvl_tensor *wanted, *index, *replaced, *places, *blocks, *block_tokens;
+  const kvl_tensor *cache, *saved;
+  const kvl_format *format;
   int32_t block_size, sink, recent;
   int32_t reserved;
 } kvl_replacement;
 int kvl_replace(const kvl_replacement *call);
+
+/* Sets rows of numbers in a memory, or adds to them, and keeps what stood there: before[r][i] =
+ * memory[firsts[r] + i], which becomes values[r][i] or, with is_add, the sum of both. A number
+ * that lies outside of the memory is skipped. No two rows may overlap.
+ *  memory  f32  [1, cells]
+ *  firsts  i32  [rows, 1]
+ *  values  f32  [rows, n]
+ *  fresh   i32  [rows, 1]  NULL, or with is_add: memory[firsts[r] + fresh[r]] counts as
+ *                          `initial` in the sum, whatever it is; -1 for none
+ *  before  f32  [rows, n]  NULL: nothing is kept */
+int kvl_update_rows(const kvl_tensor *memory, const kvl_tensor *firsts,
+                    const kvl_tensor *values, int is_add, const kvl_tensor *fresh,
+                    double initial, const kvl_tensor *before);
 
 /* ---- index-K: what a lightning indexer scores with ------------------------------------- */
 /* An indexer scores every token by one small key that all of the indexer's heads share;

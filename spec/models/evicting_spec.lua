@@ -340,9 +340,9 @@ describe("eviction", function()
 
   it("names a worth of another shape", function()
     local define = kv.policy.define
-    local function wrong(evict)
+    local function wrong(evict, init)
       local e = open(cpu, { policy = define { name = "mine", decode = true,
-        evict = evict } { blocks = 3 } })
+        init = init, evict = evict } { blocks = 3 } })
       local seq = e:sequence()
       local ok, why = pcall(e.prefill, e, seq, tokens(30))
       e.cache:close()
@@ -354,6 +354,9 @@ describe("eviction", function()
     assert.matches("expected f32 %[2, 1 or 1, 200%]", wrong(function(_, ctx)
       return ctx:new_scores()
     end))
+    assert.matches("tokens; or a tally by token", wrong(
+      function(self) return self.blocks_tally end,
+      function(self, shape) self.blocks_tally = kv.tally(shape) end))
   end)
 
   it("counts NaN and -inf as the lowest worth", function()

@@ -129,7 +129,8 @@ split_place decode_place(const kvl_paged_attention_args &a, int sm_count, bool h
   p.block = divisor(a.cache.block_size);
   const int64_t room = a.max_blocks * a.cache.block_size;
   p.most_keys = (int)(room < INT_MAX ? room : INT_MAX);
-  p.chunk = WARP * ceil_div(a.seqs, WARP * PLAN_CHUNKS);
+  p.chunk = a.seqs <= PLAN_LENGTHS ? ceil_div(a.seqs, WARP)
+                                   : WARP * ceil_div(a.seqs, WARP * PLAN_CHUNKS);
   p.chunks = ceil_div(a.seqs, p.chunk);
   while (1 << p.tile_shift < kind.tile_keys) p.tile_shift++;
   /* With more warps in a team there are fewer partial results to join. A team gets as many

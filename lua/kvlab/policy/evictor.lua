@@ -2,7 +2,8 @@
 -- runtime drops the others and gives their memory back.
 --
 --   evict(self, ctx)    f32 [seqs, kv_heads, width * block_size]: the worth of each token
---                       of the layer; higher stays longer. -inf and NaN count as lowest
+--                       of the layer; higher stays longer. -inf and NaN count as lowest.
+--                       Or a tally by token, whose numbers they are
 --
 -- The budget of the policy says how many tokens each layer and KV head may hold; a ratio
 -- is one of the prompt. Its sink and recent blocks are tokens that stay, counted in the
@@ -252,17 +253,22 @@ end
 
 local call = ffi.new "kvl_replacement"
 
---- The worth of the tokens of a context's layer, as evict gives it: f32 [rows, n].
-local function worth_of(self, ctx)
+--- The worth of the tokens of a context's layer, as evict gives it: f32 [rows, n]. Where
+-- a tally has it and `in_place` is set: f32 [1, cells], and where each row begins in it.
+local function worth_of(self, ctx, in_place)
   local worth = self.policy:evict(ctx)
   local name = self.policy.name
   if worth == nil then return nil end
+  if tally.is_by_token(worth) then
+    if in_place and worth.heads == 1 then return worth:memory_of(ctx) end
+    worth = worth:load(ctx)
+  end
   if not tensor.is_tensor(worth) or worth:type() ~= "f32" or worth.ndim ~= 3
     or worth:size(0) ~= ctx.seqs or worth:size(2) ~= ctx.width * ctx.block_size
     or (worth:size(1) ~= 1 and worth:size(1) ~= ctx.kv_heads) then
     options.fail(("policy %s: evict returns %s, expected f32 [%d, %d or 1, %d]: "
-      .. "sequences, KV heads, tokens"):format(name, options.shown(worth), ctx.seqs,
-      ctx.kv_heads, ctx.width * ctx.block_size))
+      .. "sequences, KV heads, tokens; or a tally by token"):format(name,
+      options.shown(worth), ctx.seqs, ctx.kv_heads, ctx.width * ctx.block_size))
   end
   if worth:size(1) > 1 then worth = worth:mean(1) end
   return worth:reshape { ctx.seqs, worth:size(worth.ndim - 1) }
@@ -308,23 +314,21 @@ function Evictor:begin(ctx, batch)
   for _, one in ipairs(self.tallies) do one:begin(ctx) end
 end
 
-local function replace(self, ctx, cuts, one, worth)
+--- Finds where the new tokens go, and saves what stands there.
+local function replace(self, ctx, cuts, one, worth, worth_firsts)
   local size = self.cache.block_size
   local budget = budget_of(self, ctx.layer)
-  call.scores, call.positions = worth, self.positions.layers[ctx.layer]
+  call.scores, call.score_firsts = worth, worth_firsts
+  call.positions = self.positions.layers[ctx.layer]
   call.firsts, call.tables = self.entry.firsts, cuts.tables
   call.lens, call.now, call.wanted = cuts.lens, cuts.positions, cuts.places
   call.index, call.replaced, call.places = one.index, one.replaced, one.places
   call.blocks, call.block_tokens = one.blocks, one.block_tokens
+  call.cache, call.saved = self.cache:layer(ctx.layer), one.memory
+  call.format = self.cache.format:of(ctx.layer)
   call.block_size, call.sink, call.recent = size, budget.sink * size, budget.recent * size
   check(C.kvl_replace(call))
-end
-
-local function take_places(self, ctx, cuts, one, entry, worth)
-  replace(self, ctx, cuts, one, worth)
-  check(C.kvl_copy_tokens(self.cache:layer(ctx.layer), one.places, one.memory, entry.own,
-    self.cache.format:of(ctx.layer)))
-  entry.layers = ctx.layer + 1
+  self.entry.layers = ctx.layer + 1
 end
 
 --- Finds where a decode step's new tokens go, in a layer: the batch's places are those
@@ -334,9 +338,10 @@ local function make_room(self, ctx, cuts, layer)
   local entry = self.entry
   local one = entry.by_layer[layer]
   ctx.new_tokens = nil -- they are not there yet
-  local worth = not self.keeps_decoded and worth_of(self, ctx) or nil
+  local worth, worth_firsts
+  if not self.keeps_decoded then worth, worth_firsts = worth_of(self, ctx, true) end
   C.kvl_interrupt_hold(1) -- what is noted as done is done
-  local ok, why = pcall(take_places, self, ctx, cuts, one, entry, worth)
+  local ok, why = pcall(replace, self, ctx, cuts, one, worth, worth_firsts)
   C.kvl_interrupt_hold(-1)
   if not ok then error(why, 0) end
   for heads, rows in pairs(one.of_heads) do
