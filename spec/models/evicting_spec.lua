@@ -359,6 +359,37 @@ describe("eviction", function()
       function(self, shape) self.blocks_tally = kv.tally(shape) end))
   end)
 
+  it("gives a token that takes another's place the initial number", function()
+    for _, tables in ipairs { "layer", "head" } do
+      local make = kv.policy.define { name = "mine", decode = true, own_bytes = 0,
+        watches_prompt = true, -- nothing is stored while it decodes
+        init = function(self, shape) self.worth = kv.tally(shape, nil, 1000, "token") end,
+        attention_finished = function(self, ctx)
+          if ctx.is_prefill then
+            self.worth:load(ctx):mul(0, self.worth.values)
+              :add(ctx:positions(), self.worth.values)
+            self.worth:store(ctx)
+          end
+        end,
+        evict = function(self) return self.worth end }
+      for _, graph in ipairs { false, true } do
+        local e = open(cpu, { policy = make { blocks = 3 }, tables = tables,
+          graph = graph })
+        local seq = e:sequence()
+        e:prefill(seq, tokens(30))
+        for i = 1, 8 do e:decode({ seq }, { i }) end
+        local held, want = {}, {}
+        for i, x in ipairs(e.attention.evictor.positions.layers[1]:list()) do
+          if i <= 12 then held[i] = x end
+        end
+        table.sort(held)
+        for i = 1, 12 do want[i] = 25 + i end
+        assert.same(want, held)
+        e.cache:close()
+      end
+    end
+  end)
+
   it("counts NaN and -inf as the lowest worth", function()
     local policy = kv.policy.define { name = "mine", decode = true, own_bytes = 0,
       evict = function(_, ctx)

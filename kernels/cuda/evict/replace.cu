@@ -15,7 +15,7 @@
 namespace kvl {
 namespace {
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 512;
 
 __device__ __forceinline__ kvl_worth other(const kvl_worth &w, int lanes) {
   kvl_worth o;

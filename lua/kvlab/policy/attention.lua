@@ -505,7 +505,9 @@ function Attention:forward(layer, q, k, v, out)
   if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
   if self.decode_reader.bring_ahead and not ctx.is_rows then bring_ahead(self, ctx) end
   if ctx.reads then ctx.reads:end_layer(ctx, self.probe ~= nil) end
-  if self.evictor and ctx.is_prefill and ctx.ends_prompts then
+  if self.evictor and not ctx.is_prefill then
+    self.evictor:end_decode(ctx)
+  elseif self.evictor and ctx.ends_prompts then
     self.evictor:end_prompt(ctx)
   end
   return cuts and cuts:leave(out, wanted) or out

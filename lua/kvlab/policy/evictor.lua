@@ -353,6 +353,13 @@ local function make_room(self, ctx, cuts, layer)
   ctx.new_tokens = one
 end
 
+--- Ends a layer of a decode step.
+function Evictor:end_decode(ctx)
+  for _, one in ipairs(self.tallies) do
+    if one ~= self.positions then one:admit(ctx) end
+  end
+end
+
 -- ---- after a prompt -------------------------------------------------------------------
 
 --- Where a tally has the new tokens of a prompt's step, in a layer: i32 [1, tokens *

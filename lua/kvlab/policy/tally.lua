@@ -57,7 +57,7 @@ function M.tally(shape, heads, initial, per)
     by_token = per == "token", each = each, row_cells = heads * shape.max_blocks * each,
     owners = setmetatable({}, { __mode = "v" }),
     ages = {}, is_due = {}, is_soon = {}, due_count = 0, soon_count = 0,
-    views_of = {}, unnoted = {}, journal = shape.journal,
+    views_of = {}, unnoted = {}, admitted = {}, journal = shape.journal,
     row_count = math.max(ROWS, shape.rows or 0),
   }, Tally)
   shape.has_tally = true
@@ -417,6 +417,17 @@ local function update(self, ctx, values, is_add)
   if status >= 0 and entry then note_entry(self, entry, noted) end
   C.kvl_interrupt_hold(-1)
   check(status)
+  if ctx.new_tokens then self.admitted[ctx.layer] = ctx.step end
+end
+
+--- Gives tokens that took the places of others the initial number, unless the layer's
+-- numbers were stored in this step since the tokens have their places.
+function Tally:admit(ctx)
+  if self.admitted[ctx.layer] == ctx.step then return end
+  local views = self.views
+  views.zeros = views.zeros
+    or tensor.lasting(tensor.zeros, self.shape.device, "f32", views.matrix:dims())
+  update(self, ctx, views.zeros, true)
 end
 
 --- Makes this layer's numbers `values` (self.values). In a step of several tokens a
@@ -562,7 +573,7 @@ local STEP = { ctx = objects.context, make = options.callable }
 arguments.methods(Tally, "a tally", {
   inherit = { seq = objects.sequence, fork = objects.sequence },
   begin = { ctx = objects.context }, load = { ctx = objects.context },
-  memory_of = { ctx = objects.context },
+  memory_of = { ctx = objects.context }, admit = { ctx = objects.context },
   store = { ctx = objects.context, values = kinds.tensor_or_nil },
   count = { ctx = objects.context, more = kinds.tensor },
   due = { ctx = objects.context, period = options.count,
