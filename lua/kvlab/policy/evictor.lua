@@ -201,7 +201,10 @@ local function new_entry(self, rows)
   return entry
 end
 
-function Replaced:replayed() self.layers = self.evictor.layers end
+function Replaced:replayed()
+  self.layers = self.evictor.layers
+  self.evictor.cache:count_copied(self.rows * self.layers)
+end
 
 function Replaced:forget()
   if self.is_recorded then return end
@@ -215,6 +218,7 @@ function Replaced:undo()
     local one = self.by_layer[layer]
     check(C.kvl_copy_tokens(one.memory, self.own, cache:layer(layer), one.places,
       cache.format:of(layer)))
+    cache:count_copied(self.rows)
     self.firsts:add(one.index_rows, one.cells)
     evictor.positions.layers[layer]:scatter_(one.cells_row, one.replaced_row)
   end
@@ -323,6 +327,7 @@ local function take_places(self, ctx, cuts, one, entry, worth)
   replace(self, ctx, cuts, one, worth)
   check(C.kvl_copy_tokens(self.cache:layer(ctx.layer), one.places, one.memory, entry.own,
     self.cache.format:of(ctx.layer)))
+  if not entry.is_recorded then self.cache:count_copied(ctx.seqs) end
   entry.layers = ctx.layer + 1
 end
 
@@ -519,6 +524,9 @@ local function compact(self, ctx, seq, layer, first, kept)
   local memory = self.cache:layer(layer)
   check(C.kvl_copy_tokens(memory, from, memory, places_of(self, index,
     new_tables(self, seq, layer)), self.cache.format:of(layer)))
+  for head = 0, self.heads - 1 do
+    self.cache:count_copied(math.min(seq:held(layer, head), n))
+  end
   for _, one in ipairs(self.tallies) do
     for head = 0, self.heads - 1 do
       local view = seq:heads()[head + 1]
