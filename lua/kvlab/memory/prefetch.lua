@@ -159,7 +159,7 @@ local TASK = {
       and type(x.layers) == "number"
   end },
   keys = options.required { "an array of kvl_key", function(x)
-    return type(x) == "cdata" and pcall(ffi.cast, key_pointer, x)
+    return type(x) == "cdata" and tostring(ffi.typeof(x)):find "struct kvl_key [[*]"
   end },
   blocks = options.required { "a list", options.table[2] },
   first_layer = options.integer, layers = options.integer,
