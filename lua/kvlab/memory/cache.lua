@@ -201,7 +201,7 @@ function Cache:copy_blocks(from, to)
     self.tier:before_copy(layer, to)
     self.format:copy(from, to, self:layer(layer))
   end
-  self.bytes_copied = self.bytes_copied + from.count * bytes_page(self)
+  self.bytes_copied = self.bytes_copied + tonumber(from.count) * bytes_page(self)
 end
 
 --- Notes that `tokens` tokens of a layer's table were copied: of all KV heads that a page

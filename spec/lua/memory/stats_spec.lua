@@ -28,6 +28,7 @@ end
 --- held, peak, evicted in pages of one layer and KV head, and copied in tokens of these.
 local function counted(e)
   local s = e.cache:stats()
+  for name, value in pairs(s) do assert.equal("number", type(value), name) end
   assert.equal(s.bytes_to_device + s.bytes_to_host + s.bytes_copied, s.bytes_moved)
   for _, name in ipairs { "held", "peak", "evicted" } do
     assert.equal(s["pages_" .. name] * s.bytes_page, s["bytes_" .. name])
