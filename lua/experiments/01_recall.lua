@@ -79,7 +79,6 @@ local function run(config)
   metrics.note = kv.policy.note(policy,
     math.ceil(config.context / config.block_size), config.block_size)
   metrics.accuracy, metrics.step_us = accuracy, step_us
-  metrics.held_share = sitting:held_share()
   return metrics
 end
 

@@ -123,6 +123,15 @@ end
 function Cache:pages_free() return C.kvl_pool_blocks_free(self.pool) end
 
 local pool_stats = ffi.new "kvl_pool_stats"
+local COUNTERS = { "pages_evicted", "bytes_evicted", "bytes_moved", "bytes_to_device",
+                   "bytes_to_host", "bytes_copied" }
+local SINCE = options.optional({ "an earlier result of stats", function(x)
+  if type(x) ~= "table" then return false end
+  for _, name in ipairs(COUNTERS) do
+    if not options.number[2](x[name]) then return false end
+  end
+  return true
+end })
 
 --- Bytes of one of the cache's `pages`: of a block in all layers, unless the tables are
 -- by layer or head.
@@ -146,9 +155,11 @@ end
 -- and pages_held, pages_peak, pages_evicted, of the cache's `pages` of bytes_page each.
 -- Waits for the device if KV lies in host memory. A prefetch counts once its ticket was
 -- found to be over. Store:get_block is given memory and no cache, so only Store:stats
--- counts what it reads.
+-- counts what it reads. since: an earlier result, from which evictions and bytes moved
+-- are counted then; the peak is since reset_peak.
+---@param since? table
 ---@return table
-function Cache:stats()
+function Cache:stats(since)
   check(C.kvl_pool_stats_get(self.pool, pool_stats))
   local to_device, to_host = self.tier:bytes()
   local page, out = bytes_page(self), {}
@@ -158,6 +169,9 @@ function Cache:stats()
   for _, name in ipairs { "held", "peak", "evicted" } do
     local pages = tonumber(pool_stats["blocks_" .. name])
     out["pages_" .. name], out["bytes_" .. name] = pages, pages * page
+  end
+  for _, name in ipairs(since and COUNTERS or {}) do
+    out[name] = out[name] - since[name]
   end
   return out
 end
@@ -239,6 +253,8 @@ function Cache:close()
   closed(self, "cache")
 end
 
-arguments.methods(Cache, "a cache", { count_copied = { tokens = options.whole } })
+arguments.methods(Cache, "a cache", {
+  stats = { since = SINCE }, count_copied = { tokens = options.whole },
+})
 
 return M

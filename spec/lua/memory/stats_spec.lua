@@ -125,6 +125,20 @@ describe("a cache's stats", function()
     e.cache:close()
   end)
 
+  it("count from an earlier result on", function()
+    local e = engine { policy = kv.policy("streaming", { blocks = 4 }) }
+    local seq = e:sequence()
+    e:prefill(seq, tokens(30))
+    local before = e.cache:stats()
+    e:decode({ seq }, { 1 })
+    local s = e.cache:stats(before)
+    assert.same({ 4 * CUTS, 12 * CUTS, 0, CUTS * TOKEN, CUTS * TOKEN },
+      { s.pages_held, s.pages_peak, s.pages_evicted, s.bytes_moved, s.bytes_copied })
+    support.raises("since is a table, expected an earlier result of stats",
+      e.cache.stats, e.cache, { bytes_moved = 3 })
+    e.cache:close()
+  end)
+
   it("count what a failed append took", function()
     local e = engine { blocks = 4 }
     local a, b = e:sequence(), e:sequence()
