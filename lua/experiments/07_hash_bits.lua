@@ -79,10 +79,12 @@ local function run(config)
   }, exam.open)
   local policy = policy_of(config)
   local accuracy, step_us, found = sitting:ask(policy, overlap)
+  local seen = found.probe:metrics()
   return { accuracy = accuracy, step_us = step_us,
            questions = sitting.questions * config.prompts,
            block_recall = found.wanted > 0 and found.found / found.wanted or 1,
-           bytes_share = found.probe:metrics().bytes_share,
+           bytes_share = seen.bytes_share, held_share = seen.held_share,
+           moved_share = seen.moved_share,
            bytes_block = policy.hashes:bytes_block(),
            note = kv.policy.note(policy,
              math.ceil(config.context / config.block_size), config.block_size) }
@@ -104,9 +106,9 @@ kv.experiment.run {
     return not OTHERS[config.hash_of]
       or (config.bits == 64 and config.planes == "orthogonal")
   end,
-  metrics = { "accuracy", "block_recall", "bytes_block", "bytes_share", "step_us",
-              "questions" },
-  proportions = { accuracy = "questions", "block_recall", "bytes_share" },
+  metrics = { "accuracy", "block_recall", "bytes_block", "bytes_share", "held_share",
+              "moved_share", "step_us", "questions" },
+  proportions = { accuracy = "questions", "block_recall", "bytes_share", "held_share" },
   run = run,
   table = {
     { rows = "bits", columns = "budget", value = "accuracy", beside = "bytes_share",

@@ -92,6 +92,7 @@ local function run(config)
   return { accuracy = accuracy, token_recall = found.found / math.max(found.wanted, 1),
            attention_mass = metrics.attention_mass, output_error = metrics.output_error,
            bytes_read = metrics.bytes_read, bytes_share = metrics.bytes_share,
+           held_share = metrics.held_share, moved_share = metrics.moved_share,
            step_us = step_us, questions = sitting.questions * config.prompts,
            note = kv.policy.note(policy,
              math.ceil(config.context / config.block_size), config.block_size) }
@@ -129,9 +130,9 @@ kv.experiment.run {
       and (config.bits == 8 or config.granularity == "token" and config.index_dim == 128)
   end,
   metrics = { "accuracy", "token_recall", "attention_mass", "output_error", "bytes_read",
-              "bytes_share", "step_us", "questions" },
+              "bytes_share", "held_share", "moved_share", "step_us", "questions" },
   proportions = { accuracy = "questions", "token_recall", "attention_mass",
-                  "bytes_share" },
+                  "bytes_share", "held_share" },
   run = run,
   table = { table_of("accuracy", "key", "token"),
             table_of("accuracy", "random", "token"),

@@ -14,8 +14,6 @@
 -- It only serves as a test, because such a model attends about equally to everything.
 local kv = require "kvlab"
 
-local READ = "bytes read, as a share of all of K and V"
-
 --- Opens the capture and prints its shape.
 local function open(settings)
   local folder = settings.capture
@@ -56,7 +54,7 @@ kv.experiment.run {
   defaults = { capture = "sample", decode = 32, block_size = 16 },
   quick = { decode = 4 },
   metrics = { "output_error", "attention_mass", "model_error", "blocks_read",
-              "bytes_read", "bytes_share" },
+              "bytes_read", "bytes_share", "held_share", "moved_share" },
   setup = open,
   teardown = function(settings) if settings.replay then settings.replay:close() end end,
   check = policy_of, run = run,
@@ -69,11 +67,10 @@ kv.experiment.run {
   },
   plot = {
     { x = "bytes_share", y = "output_error", series = "policy", logx = true,
-      title = "Captured model: error of the output over the bytes read",
-      xlabel = READ, ylabel = "relative error" },
+      title = "Captured model: error of the output over {over}",
+      ylabel = "relative error" },
     { x = "bytes_share", y = "attention_mass", series = "policy", logx = true,
-      front = true, xlabel = READ,
-      title = "Captured model: attention kept over the bytes read",
+      front = true, title = "Captured model: attention kept over {over}",
       ylabel = "share of the attention mass" },
     { x = "budget", y = "output_error", series = "policy", logx = true,
       title = "Captured model: error of the output by budget",

@@ -45,7 +45,7 @@ local function ask(o)
     right[part] = right[part] + (is_right and 1 or 0)
   end)
   local blocks = math.ceil(o.contexts.context / o.contexts.block_size)
-  return { right = right, asked = asked, bytes_share = probe:metrics().bytes_share,
+  return { right = right, asked = asked, seen = probe:metrics(),
            note = kv.policy.note(policy, blocks, o.contexts.block_size) }
 end
 
@@ -60,8 +60,8 @@ kv.experiment.run {
   },
   defaults = { prompts = 8, budget = 0.1, block_size = 16 },
   quick = { context = { 512, 1024 }, prompts = 2, depth = { 6.25, 31.25, 56.25, 93.75 } },
-  metrics = { "accuracy", "questions", "bytes_share" },
-  proportions = { accuracy = "questions", "bytes_share" },
+  metrics = { "accuracy", "questions", "bytes_share", "held_share", "moved_share" },
+  proportions = { accuracy = "questions", "bytes_share", "held_share" },
   check = policy_of,
   run = function(config)
     local part = part_of(config.depth)
@@ -71,8 +71,10 @@ kv.experiment.run {
         needles = NEEDLES, even = true, block_size = config.block_size,
         seed = config.seed },
     }, ask)
+    local seen = answers.seen
     return { accuracy = answers.right[part] / answers.asked[part],
-             questions = answers.asked[part], bytes_share = answers.bytes_share,
+             questions = answers.asked[part], bytes_share = seen.bytes_share,
+             held_share = seen.held_share, moved_share = seen.moved_share,
              note = answers.note }
   end,
   table = {

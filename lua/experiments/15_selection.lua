@@ -80,13 +80,15 @@ kv.experiment.run {
   defaults = { context = 2048, needles = 32, questions = 8, budget = 0.1,
                block_size = 16, layer = 2, scored = "quest" },
   quick = { context = 512, questions = 4 },
-  metrics = { "kept", "blocks_read", "attention_mass", "output_error", "bytes_share" },
+  metrics = { "kept", "blocks_read", "attention_mass", "output_error", "bytes_share",
+              "held_share", "moved_share" },
   check = policy_of,
   run = function(config)
     local record, probe = play(config)
     records[config.policy] = records[config.policy] or record
     local metrics, seen = record:metrics(), probe:metrics()
-    for _, name in ipairs { "attention_mass", "output_error", "bytes_share" } do
+    for _, name in ipairs { "attention_mass", "output_error", "bytes_share", "held_share",
+                            "moved_share" } do
       metrics[name] = seen[name]
     end
     metrics.note = kv.policy.note(policy_of(config),

@@ -27,6 +27,7 @@
 -- heads (lua/splits), which is then their mean. Without a model here, a small one with
 -- random weights reads made-up sentences (model = sample). It only serves as a test: its
 -- answers are never right.
+local costs = require "kvlab.experiment.costs"
 local downloads = require "kvlab.downloads"
 local files = require "kvlab.files"
 local kv = require "kvlab"
@@ -34,7 +35,6 @@ local opener = require "models.open"
 local readings = require "models.reading"
 local writers = require "kvlab.task.writer"
 
-local READ = "bytes read, as a share of all of K and V"
 local TASKS = { "perplexity", "needle", "needle_multikey", "needle_multivalue",
                 "needle_multiquery", "variable_tracking", "common_words",
                 "frequent_words" }
@@ -166,14 +166,15 @@ local function tasks_of(rows, has_perplexity)
   return list
 end
 
-local function tables(rows)
+local function tables(rows, settings)
+  local over = settings.over
   rows = with_intervals(rows)
   local list, by = {}, ""
   if rows[1] and rows[1].config.model == "sample" then by = " by random weights" end
   local function add(task, value)
     list[#list + 1] = kv.table.pivot(rows, { rows = "policy", columns = "budget",
-      value = value, beside = "bytes_share", where = { task = task }, format = "%.3f",
-      caption = ("%s of %s%s (bytes_share)"):format(value, task, by) })
+      value = value, beside = over, where = { task = task }, format = "%.3f",
+      caption = ("%s of %s%s (%s)"):format(value, task, by, over) })
   end
   for _, task in ipairs(tasks_of(rows, true)) do
     add(task, "perplexity")
@@ -182,25 +183,26 @@ local function tables(rows)
   for _, task in ipairs(tasks_of(rows, false)) do add(task, "score") end
   for _, task in ipairs(kv.table.distinct(rows, "task")) do
     local front = task == "perplexity" and "log_p" or "score"
-    list[#list + 1] = kv.table.front(rows, { front = front, over = "bytes_share",
+    list[#list + 1] = kv.table.front(rows, { front = front, over = over,
       axes = { "policy", "budget" }, where = { task = task }, format = "%.3f",
       caption = ("Pareto front of %s%s"):format(task, by) })
   end
   return list
 end
 
-local function pictures(rows)
+local function pictures(rows, settings)
+  local over = settings.over
   rows = with_intervals(rows)
   local texts, list = kv.table.where(rows, { task = "perplexity" }), {}
   local function add(of, y, o)
     if #of == 0 then return end
     local config = of[1].config
-    local view = { x = "bytes_share", y = y, series = "policy", logx = true,
-      xlabel = READ, title = ("%s, %d tokens: %s over the bytes that a policy reads")
-        :format(config.model, config.length, o.ylabel) }
+    local view = { x = over, y = y, series = "policy", logx = true,
+      xlabel = costs.label(over), title = ("%s, %d tokens: %s over %s"):format(
+        config.model, config.length, o.ylabel, costs.words(over)) }
     for key, value in pairs(o) do view[key] = value end
     list[#list + 1] = kv.plot.lines(of, view)
-    list[#list].file = y .. "_by_bytes_share"
+    list[#list].file = y .. "_by_" .. over
   end
   local asked = {}
   for _, row in ipairs(rows) do
@@ -228,8 +230,9 @@ kv.experiment.run {
                format = "model", split = "even" },
   quick = { task = { "perplexity", "needle" }, budget = { 0.1 }, length = 512,
             decode = 24, examples = 4 },
-  proportions = { score = "zero_one", "attention_mass", "bytes_share" },
-  metrics = { "score", "gap", "bytes_share", "bytes_read", "blocks_read",
-              "attention_mass", "output_error", "texts", "zero_one", "seconds" },
+  proportions = { score = "zero_one", "attention_mass", "bytes_share", "held_share" },
+  metrics = { "score", "gap", "bytes_share", "held_share", "moved_share", "bytes_read",
+              "blocks_read", "attention_mass", "output_error", "texts", "zero_one",
+              "seconds" },
   check = policy_of, run = run, table = tables, plot = pictures,
 }
