@@ -34,6 +34,7 @@
 -- and moved_share are what is held and moved (docs/experiments.md); --over=held_share
 -- shows one of them in the place of bytes_share. format: f32, f16, bf16, f8e4m3 or int8
 -- is what K and V are kept in.
+local costs = require "kvlab.experiment.costs"
 local kv = require "kvlab"
 local exam = require "models.recall.exam"
 
@@ -79,6 +80,7 @@ local function run(config)
   metrics.note = kv.policy.note(policy,
     math.ceil(config.context / config.block_size), config.block_size)
   metrics.accuracy, metrics.step_us = accuracy, step_us
+  costs.add(metrics, metrics, sitting:stats())
   return metrics
 end
 
@@ -98,7 +100,8 @@ kv.experiment.run {
   proportions = { accuracy = "questions", "attention_mass", "bytes_share",
                   "held_share" },
   metrics = { "accuracy", "attention_mass", "output_error", "blocks_read", "bytes_read",
-              "bytes_share", "held_share", "moved_share", "step_us", "questions" },
+              "bytes_share", "held_share", "moved_share", "bytes_peak", "bytes_evicted",
+              "bytes_moved", "step_us", "questions" },
   check = check, run = run,
   table = {
     { rows = "policy", columns = "budget", value = "accuracy", beside = "bytes_share",

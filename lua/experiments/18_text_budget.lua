@@ -4,7 +4,8 @@
 -- policy: the next tokens of a text (perplexity), and the questions and answers of tasks
 -- (docs/tasks.md). Every policy gets the same texts. With question=prompt, questions are
 -- read densely too. Policies that watch the prompt (h2o_blocks, snapkv_blocks) read the
--- texts again.
+-- texts again, and so do those that evict tokens of it for good (tova, snapkv), whose
+-- budget is what they hold of the text.
 --
 -- score is the share of right answers, from 0 to 1; for perplexity, the share of tokens
 -- that are the model's likeliest ones. score_low and score_high are the interval of its
@@ -66,13 +67,14 @@ local out -- the folder of the results
 
 --- The texts of a task, read by the model, and how well it does with dense attention.
 local function open(o)
+  local evicts = o.tables ~= "one"
   local loaded = kv.experiment.memo({ model = o.model, dtype = o.dtype, seed = o.seed },
     opener.for_experiment)
   local task = task_of(o, out)
   local engine = loaded.model:engine { block_size = o.block_size,
-    format = o.format ~= "model" and o.format or nil,
+    format = o.format ~= "model" and o.format or nil, tables = o.tables,
     max_seqs = math.min(o.examples, 64),
-    blocks = readings.blocks(task, o.examples, o.block_size),
+    blocks = readings.blocks(task, o.examples, o.block_size, evicts),
     max_blocks = math.ceil(task.length / o.block_size) + 2 }
   local reading = readings.open { engine = engine, tokenizer = loaded.tokenizer,
     task = task, examples = o.examples, seed = o.seed, question = o.question }
@@ -117,11 +119,13 @@ local function run(config, settings)
   out = settings.out
   local keys = {}
   for _, name in ipairs(KEYS) do keys[name] = config[name] end
-  local sitting = kv.experiment.memo(keys, open)
   local policy = policy_of(config)
+  keys.tables = policy.evict and "head" or "one"
+  local sitting = kv.experiment.memo(keys, open)
   local start = kv.C.kvl_clock_ns()
   local result, probe = sitting.reading:ask(policy, kv.probe)
   local metrics = probe:metrics()
+  costs.add(metrics, metrics, sitting.reading:stats())
   metrics.seconds = tonumber(kv.C.kvl_clock_ns() - start) * 1e-9
   metrics.note = kv.policy.note(policy,
     math.ceil(config.length / config.block_size), config.block_size)
@@ -231,8 +235,8 @@ kv.experiment.run {
   quick = { task = { "perplexity", "needle" }, budget = { 0.1 }, length = 512,
             decode = 24, examples = 4 },
   proportions = { score = "zero_one", "attention_mass", "bytes_share", "held_share" },
-  metrics = { "score", "gap", "bytes_share", "held_share", "moved_share", "bytes_read",
-              "blocks_read", "attention_mass", "output_error", "texts", "zero_one",
-              "seconds" },
+  metrics = { "score", "gap", "bytes_share", "held_share", "moved_share", "bytes_peak",
+              "bytes_evicted", "bytes_moved", "bytes_read", "blocks_read",
+              "attention_mass", "output_error", "texts", "zero_one", "seconds" },
   check = policy_of, run = run, table = tables, plot = pictures,
 }

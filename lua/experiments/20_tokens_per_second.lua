@@ -139,11 +139,9 @@ local function run(config)
   local bytes, seen = sitting:bytes(kv.policy(config.policy, options))
   local time, hit_rate = dense, 0 / 0
   if not is_full then time, hit_rate = seconds(kv.policy(config.policy, options)) end
-  return { tokens_s = #sitting.seqs / time, ms = 1e3 * time, hit_rate = hit_rate,
-           speedup = dense and dense / time or 0 / 0, bytes = 1e-9 * bytes,
-           gb_s = 1e-9 * bytes / time, bytes_share = seen.bytes_share,
-           held_share = seen.held_share, moved_share = seen.moved_share,
-           note = seen.note }
+  return costs.add({ tokens_s = #sitting.seqs / time, ms = 1e3 * time,
+    hit_rate = hit_rate, speedup = dense and dense / time or 0 / 0, bytes = 1e-9 * bytes,
+    gb_s = 1e-9 * bytes / time, note = seen.note }, seen)
 end
 
 --- The rows, and the rows of peers.jsonl whose prompts dense attention has decoded, too.

@@ -5,6 +5,9 @@
 --   held_share   tokens that the sequences hold
 --   moved_share  bytes that a step moves over the link or copies
 --
+-- And three that the cache counts (Cache:stats) while all questions are asked, with the
+-- prompts that the policy reads by itself: bytes_peak, bytes_evicted and bytes_moved.
+--
 -- A description of a table or picture names one of them as its x, value, beside or over.
 -- `--over=held_share` puts another one there.
 local M = {}
@@ -13,6 +16,19 @@ M.NAMES = { "bytes_share", "held_share", "moved_share" }
 
 local WORDS = { bytes_share = "bytes read", held_share = "bytes held",
                 moved_share = "bytes moved" }
+
+local COUNTED = { "bytes_peak", "bytes_evicted", "bytes_moved" }
+
+--- Adds these metrics to those of a row.
+---@param metrics table
+---@param seen table    what a probe's metrics returns
+---@param stats? table  what the cache's stats returns; without it, there are only shares
+---@return table metrics
+function M.add(metrics, seen, stats)
+  for _, name in ipairs(M.NAMES) do metrics[name] = seen[name] end
+  for _, name in ipairs(stats and COUNTED or {}) do metrics[name] = stats[name] end
+  return metrics
+end
 
 --- A cost in words, for titles.
 ---@param name string

@@ -75,11 +75,14 @@ end
 -- moved_share, the bytes that a step moves over the link or copies, of those that dense
 -- attention reads. What policies read is the mean over all decode steps since the
 -- probe was made, also over those that were not observed because attention.probe was nil.
+-- attention_mass and output_error are NaN where tokens were evicted, because dense
+-- attention would need them.
 -- note, a text: if a policy is uncounted (kv.policy.uncounted).
 function Probe:metrics()
   local metrics = self.reads:metrics()
-  metrics.attention_mass = self.mass / self.rows
-  metrics.output_error = self.error / self.rows
+  local rows = metrics.held_share < 1 and 0 / 0 or self.rows -- NaN
+  metrics.attention_mass = self.mass / rows
+  metrics.output_error = self.error / rows
   metrics.note = policy.uncounted(self.attention.decode_policy)
   return metrics
 end

@@ -244,6 +244,8 @@ local OBSERVER = options.optional(options.like("an observer", "observe"))
 ---@return number step_us    a decode step, median; NaN where only answers are decoded
 ---@return table|nil probe
 function Exam:ask(policy, probe, each)
+  self.engine.cache:reset_peak()
+  self.before = self.engine.cache:stats()
   use_policy(self, policy)
   local engine, right, times = self.engine, 0, {}
   local observer = probe and probe(engine.attention)
@@ -268,6 +270,10 @@ function Exam:ask(policy, probe, each)
   return right / (self.questions * #self.prompts), times[math.ceil(#times / 2)] or 0 / 0,
     observer
 end
+
+--- The cache's stats since the last `ask` began: what was held and moved for all
+-- questions, and for the contexts if the policy read them.
+function Exam:stats() return self.engine.cache:stats(self.before) end
 
 --- Gives the KV memory back.
 function Exam:close() self.engine.cache:close() end
