@@ -39,6 +39,8 @@ local M = {}
 local Cache = {}
 Cache.__index = Cache
 
+---@class kvlab.CacheStats  what Cache:stats returns, which lists its numbers
+
 --- The set of open caches, as keys.
 M.open = setmetatable({}, { __mode = "k" })
 
@@ -157,8 +159,8 @@ end
 -- found to be over. Store:get_block is given memory and no cache, so only Store:stats
 -- counts what it reads. since: an earlier result, from which evictions and bytes moved
 -- are counted then; the peak is since reset_peak.
----@param since? table
----@return table
+---@param since? kvlab.CacheStats
+---@return kvlab.CacheStats
 function Cache:stats(since)
   check(C.kvl_pool_stats_get(self.pool, pool_stats))
   local to_device, to_host = self.tier:bytes()
