@@ -372,6 +372,18 @@ int kvl_pool_open(int blocks, int block_size, int watermark, kvl_pool **out);
 /* Closes the caller's handle. Sequences of the pool keep it alive. */
 void kvl_pool_close(kvl_pool *pool);
 int kvl_pool_blocks_free(const kvl_pool *pool);
+
+/* What steps that fail take and give back counts in blocks_peak; an eviction that is taken
+ * back does not count in blocks_evicted. */
+typedef struct kvl_pool_stats {
+  int64_t blocks_held;    /* now */
+  int64_t blocks_peak;    /* the most at once, since open or kvl_pool_reset_peak */
+  int64_t blocks_evicted; /* that evictions gave back, less those that they took */
+} kvl_pool_stats;
+int kvl_pool_stats_get(const kvl_pool *pool, kvl_pool_stats *out);
+/* blocks_peak begins again with what is held now. */
+int kvl_pool_reset_peak(kvl_pool *pool);
+
 /* The number of references to a block. Errors: INVALID if the block is out of range. */
 int kvl_pool_block_refs(const kvl_pool *pool, int block);
 /* Adds (hold) or drops (release) one reference to a block that is not free. A cache of

@@ -346,6 +346,9 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft, most)
     drafts:verify()
   end
   each_policy(self, policy.note_use)
+  if self.probe and self.reads and not is_prefill and not is_draft then
+    self.reads:begin_observed()
+  end
   self.cache.tier:begin(batch, is_prefill)
   local ctx = begin_context(self, batch, is_prefill, is_draft and draft or nil, most)
   self.reuse_role = self.reuse and is_draft and self.reuse:role(draft, ctx) or nil

@@ -203,7 +203,10 @@ local function new_entry(self, rows)
   return entry
 end
 
-function Replaced:replayed() self.layers = self.evictor.layers end
+function Replaced:replayed()
+  self.layers = self.evictor.layers
+  self.evictor.cache:count_copied(self.rows * self.layers)
+end
 
 function Replaced:forget()
   if self.is_recorded then return end
@@ -217,6 +220,7 @@ function Replaced:undo()
     local one = self.by_layer[layer]
     check(C.kvl_copy_tokens(one.memory, self.own, cache:layer(layer), one.places,
       cache.format:of(layer)))
+    cache:count_copied(self.rows)
     self.firsts:add(one.index_rows, one.cells)
     evictor.positions.layers[layer]:scatter_(one.cells_row, one.replaced_row)
   end
@@ -328,6 +332,7 @@ local function replace(self, ctx, cuts, one, worth, worth_firsts)
   call.format = self.cache.format:of(ctx.layer)
   call.block_size, call.sink, call.recent = size, budget.sink * size, budget.recent * size
   check(C.kvl_replace(call))
+  if not self.entry.is_recorded then self.cache:count_copied(ctx.seqs) end
   self.entry.layers = ctx.layer + 1
 end
 
@@ -537,6 +542,9 @@ local function compact(self, ctx, seq, layer, first, kept)
   local memory = self.cache:layer(layer)
   check(C.kvl_copy_tokens(memory, from, memory, places_of(self, index,
     new_tables(self, seq, layer)), self.cache.format:of(layer)))
+  for head = 0, self.heads - 1 do
+    self.cache:count_copied(math.min(seq:held(layer, head), n))
+  end
   for _, one in ipairs(self.tallies) do
     for head = 0, self.heads - 1 do
       local view = seq:heads()[head + 1]
