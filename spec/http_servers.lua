@@ -25,11 +25,12 @@ end
 ---@param of_engine? table  … of its engine
 function M.open(o, of_engine)
   o = o or {}
-  o.model = { engine = M.engine(of_engine), tokenizer = o.tokenizer or M.tokenizer,
-              name = "tiny" }
+  local engine = M.engine(of_engine)
+  o.model = { engine_for = function() return engine end, name = "tiny",
+              tokenizer = o.tokenizer or M.tokenizer }
   o.port, o.tokenizer = 0, nil
   local server = kv.http_server(o)
-  opened[#opened + 1] = { server, o.model.engine.cache }
+  opened[#opened + 1] = { server, engine.cache }
   return server
 end
 
@@ -38,7 +39,7 @@ function M.close_all()
   for _, one in ipairs(opened) do
     local server, cache = one[1], one[2]
     server:close()
-    assert(cache:blocks_free() == cache.blocks, "blocks of the cache are lost")
+    assert(cache:pages_free() == cache.pages, "pages of the cache are lost")
     cache:close()
   end
   opened = {}

@@ -41,6 +41,7 @@ local CASES = { -- words after ./kvlab, words of the answer
   { "get zzz", 'get knows no "zzz". There is ' },
   { "bench none.lua", "cannot open none.lua" },
   { "bench P99", 'no bench "P99"' },
+  { "chat nothere", "or a name that ./kvlab get fetches: smollm2" },
   { "serve nothere", "or a name that ./kvlab get fetches: smollm2" },
   { "serve ./no.gguf", "kvlab: ./no.gguf: No such file or directory. A model is a " },
   { "sweep status none", "none has no shards" },

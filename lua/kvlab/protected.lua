@@ -52,6 +52,19 @@ end
 -- again when it returns.
 function M.pcall(fn, ...) return held(xpcall(interruptible, on_error, fn, ...)) end
 
+local function released(ok, ...)
+  C.kvl_interrupt_hold(-1)
+  if not ok then error((...), 0) end
+  return ...
+end
+
+--- Calls fn(...) so that no interrupt comes before it returns or raises, and returns what
+-- it returns. For changes that belong together, and take no time.
+function M.whole(fn, ...)
+  C.kvl_interrupt_hold(1)
+  return released(pcall(fn, ...))
+end
+
 --- Notes in results.n how many results there are: up to the last that is not nil.
 local function count(results)
   local n = 0

@@ -495,9 +495,23 @@ M["Server:fork"] = {
   end,
   call = function(o) running().server:fork(running().request, o) end,
 }
+M["Server:continue"] = {
+  good = function()
+    return { tokens = { 4 }, max_tokens = 2, stop_tokens = { 5 }, stop = { { 6, 7 } } }
+  end,
+  call = function(o)
+    local serving = kv.serve { engine = engine() }
+    local r = serving:submit { tokens = { 1, 2 }, max_tokens = 1, hold = true }
+    serving:run()
+    local ok, why = pcall(serving.continue, serving, r, o)
+    serving:close()
+    if not ok then error(why, 0) end
+  end,
+}
 local server_model = once(function()
   local m = text_model()
-  return { engine = m.model:engine { blocks = 16, chunk = 32 }, tokenizer = m.tokenizer,
+  local own = m.model:engine { blocks = 16, chunk = 32 }
+  return { engine_for = function() return own end, tokenizer = m.tokenizer,
            name = "tiny" }
 end)
 M["kv.http_server"] = {

@@ -180,17 +180,22 @@ end
 
 -- ---- both -----------------------------------------------------------------------------
 
---- How many tokens an answer has, at most.
-local function length_of(self, prompt, asked, default, name)
-  local count = #prompt.ids
-  local most, why = generate.room(self.engine, count)
+--- How many tokens the answer to a prompt has, at most.
+---@param engine table
+---@param attention kvlab.Attention  whose policies serve the request
+---@param o table  that asked_of returned
+---@param prompt table  of them
+---@return integer
+function M.length_of(engine, attention, o, prompt)
+  local count, asked = #prompt.ids, o.max_tokens
+  local most, why = generate.room(engine, count, attention)
   if most < 1 or asked and asked > most then
-    problem.wrong(most < 1 and name or "max_tokens",
+    problem.wrong(most < 1 and o.prompt_field or "max_tokens",
       ("the prompt has %d tokens%s, but %s"):format(count,
         asked and most >= 1 and (" and max_tokens is %d"):format(asked) or "", why),
       "context_length_exceeded")
   end
-  return asked or math.min(default, most)
+  return asked or math.min(o.default_tokens, most)
 end
 
 local function check_model(self, name)
@@ -208,6 +213,8 @@ local function asked_of(self, o, prompts, default)
     usage = o.stream_options and o.stream_options.include_usage or false,
     policy = o.policy, policy_options = o.policy_options, draft = o.draft,
     watch = o.watch_blocks or false, seed = o.seed,
+    max_tokens = o.max_tokens or o.max_completion_tokens, default_tokens = default,
+    prompt_field = o.messages and "messages" or "prompt",
     options = {
       tokenizer = self.tokenizer, temperature = o.temperature or 1,
       top_k = top_k > 0 and top_k or 0, top_p = o.top_p and math.max(o.top_p, 1e-9) or 1,
@@ -232,6 +239,12 @@ local function asked_of(self, o, prompts, default)
       "watch_blocks is true, expected false, since this server "
       .. "replays its steps from graphs")
   end
+  local tables = self.engine.cache.tables
+  if out.watch and tables ~= "one" then
+    problem.wrong("watch_blocks", ("watch_blocks is true, expected false, since this "
+      .. "server's cache has tables by %s, whose pages are no blocks of all layers and "
+      .. "heads"):format(tables))
+  end
   for i, stop in ipairs(o.stop or {}) do
     if stop == "" then problem.wrong("stop", ("stop[%d] is empty"):format(i - 1)) end
     if #stop > STOP_BYTES then
@@ -240,11 +253,6 @@ local function asked_of(self, o, prompts, default)
     end
   end
   if o.stop and o.stop[1] then out.options.stop = o.stop end
-  for _, prompt in ipairs(prompts) do
-    prompt.max_tokens = length_of(self, prompt, o.max_tokens or o.max_completion_tokens,
-      default,
-      o.messages and "messages" or "prompt")
-  end
   return out
 end
 

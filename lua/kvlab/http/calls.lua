@@ -1,9 +1,12 @@
 --- Calls: requests for text that are being answered. A call has a job for each of its
--- answers. Jobs wait in a queue until the model's cache has room for all tokens that they
--- may get, so that none of them is ever put back; then a kv.serve computes them together.
+-- answers. Jobs wait in a queue until the model's cache has room for all that they may
+-- come to hold, so that none of them is ever put back; then a kv.serve computes them
+-- together.
 local C = require("kvlab.library").C
 local answers = require "kvlab.http.answers"
+local asked_of = require "kvlab.http.asked"
 local generate = require "kvlab.serve.generate"
+local pages = require "kvlab.serve.pages"
 local problem = require "kvlab.http.problem"
 local rest = require("kvlab.slices").rest
 local serve = require "kvlab.serve.serve"
@@ -27,9 +30,9 @@ function M.new(o)
   return setmetatable({
     engine = engine, tokenizer = o.tokenizer, policies = o.policies, metrics = o.metrics,
     tasks = o.tasks, name = o.name, limits = o.limits, live = {}, queue = {},
-    running = {}, reserved = 0,
-    server = serve.serve { engine = engine, keep = false, draft = o.draft }, count = 0,
-    finished = o.finished,
+    running = {}, count = 0, finished = o.finished, draft = o.draft,
+    server = serve.serve { engine = engine, keep = false, draft = o.draft,
+                           reserve = true },
   }, Calls)
 end
 
@@ -70,11 +73,6 @@ local function write(self, call, size, fn)
 end
 
 -- ---- a call begins --------------------------------------------------------------------
-
-local function blocks_of(self, prompt)
-  return math.ceil((#prompt.ids + math.max(prompt.max_tokens, 1) - 1)
-    / self.engine.cache.block_size)
-end
 
 --- A seed for a request that names none.
 local function new_seed(self)
@@ -129,19 +127,21 @@ local function new_job(self, call, prompt, k)
   for name, value in pairs(asked.options) do o[name] = value end
   o.seed = ((asked.seed or new_seed(self)) + k) % 2 ^ 53
   o.logprobs, o.max_tokens = asked.logprobs, prompt.max_tokens
-  local job = { call = call, index = #call.jobs, prompt = prompt, blocks = blocks_of(self,
-    prompt) }
+  local attention = call.policy.attention
+  local job = { call = call, index = #call.jobs, prompt = prompt,
+    pages = pages.needed(self.engine.cache, attention, nil, #prompt.ids,
+      math.max(prompt.max_tokens, 1) - 1).prompt }
   local wants_prompt = asked.echo and asked.logprobs ~= nil
   job.drops = wants_prompt and prompt.max_tokens == 0
   if job.drops then o.max_tokens = 1 end
-  job.own = generate.job(self.engine, prompt.ids, o, 1)
+  job.own = generate.job(self.engine, prompt.ids, o, 1, attention)
   if job.drops then job.own.stream = nil end
   local request = job.own.request
-  request.attention = call.policy.attention
   local draft = asked.draft
   request.draft = draft and draft.policy and { tokens = draft.tokens,
-    policy = call.policy.attention.draft_policy } or draft
-  request.keep_output = call.policy.attention.decode_policy.name == "full"
+    policy = attention.draft_policy } or draft
+  request.keep_output = self.engine.cache.tables == "one"
+    and attention.decode_policy.name == "full"
   request.prompt_logprobs = wants_prompt and asked.logprobs or nil
   request.watch = asked.watch or nil
   if asked.stream then
@@ -168,17 +168,31 @@ local function begin_stream(self, call)
   end
 end
 
+--- Raises for drafts of a call whose policy evicts.
+local function check_draft(self, call)
+  local evictor, draft = call.policy.attention.evictor, call.asked.draft
+  if draft == nil then draft = self.draft end
+  if not evictor or not draft then return end
+  problem.wrong("draft", ("policy %s evicts tokens, which does not go with drafts, "
+    .. "expected draft = false"):format(evictor.policy.name))
+end
+
 --- Makes the jobs of a call.
 local function begin(self, call)
-  for _, prompt in ipairs(call.asked.prompts) do
-    for k = 0, call.asked.n - 1 do
+  local asked, attention = call.asked, call.policy.attention
+  check_draft(self, call)
+  for _, prompt in ipairs(asked.prompts) do
+    prompt.max_tokens = asked_of.length_of(self.engine, attention, asked, prompt)
+  end
+  for _, prompt in ipairs(asked.prompts) do
+    for k = 0, asked.n - 1 do
       call.jobs[#call.jobs + 1] = new_job(self, call, prompt, k)
       rest()
     end
     self.metrics:add("kvlab_prompt_tokens_total", #prompt.ids)
   end
   call.left = #call.jobs
-  if call.asked.stream then begin_stream(self, call) end
+  if asked.stream then begin_stream(self, call) end
 end
 
 --- Takes a request for text. Raises a problem when the queue is full.
@@ -236,7 +250,6 @@ local function drop(self, call, status)
   remove(self.running, function(job)
     if job.call ~= call then return false end
     pcall(self.server.cancel, self.server, job.own.running)
-    self.reserved = self.reserved - job.blocks
     return true
   end)
   self.policies:give(call.policy)
@@ -313,15 +326,13 @@ local function start(self, job, now)
   job.started = true
   generate.start(self.server, job.own)
   self.metrics:observe("kvlab_queue_seconds", now - job.call.arrived_s)
-  self.reserved = self.reserved + job.blocks
   self.running[#self.running + 1] = job
 end
 
 --- Starts the jobs at the head of the queue, as many as there is room for.
 local function admit(self, now)
-  local blocks = self.engine.cache.blocks
   while self.queue[1] and #self.running < self.engine.max_seqs
-    and self.reserved + self.queue[1].blocks <= blocks do
+    and self.queue[1].pages <= self.server:pages_left() do
     start(self, table.remove(self.queue, 1), now)
   end
 end
@@ -352,7 +363,6 @@ local function collect(self, now)
       job.own) end
     if job and job.own.is_done then
       table.remove(self.running, i)
-      self.reserved = self.reserved - job.blocks
       if job.call.is_stuck then job.call.left = job.call.left - 1 -- look_after ends it
       else finish_job(self, job) end
     end

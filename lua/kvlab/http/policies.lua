@@ -117,10 +117,20 @@ local function check_name(field, name)
     problem.quoted(name), table.concat(named.list "policies", ", ")), "unknown_policy")
 end
 
+--- Raises for a policy that evicts where the cache has one table for all.
+local function expect_tables(self, name)
+  if self.engine.cache.tables ~= "one" or not policies(name).evict then return end
+  problem.wrong("policy", ("policy %s evicts tokens, which needs a cache with tables by "
+    .. "layer or head, and this server's has one for all; a server has them that is "
+    .. "started with a policy that evicts, or with engine.tables=head"):format(name),
+    "invalid_policy")
+end
+
 --- The attention of the policies that a request names, opened where it is not there yet.
 ---@param draft table|nil  policy, policy_options
 local function entry_of(self, name, given, is_own, draft)
   check_name("policy", name)
+  expect_tables(self, name)
   given = settable("policy_options", name, given)
   local key = ("%s %s %s"):format(name, tostring(is_own), json.encode(given))
   local of_draft

@@ -16,7 +16,9 @@ local connections = require "kvlab.http.connections"
 local draft = require "kvlab.serve.draft"
 local fields = require "kvlab.http.fields"
 local files = require "kvlab.files"
+local generate = require "kvlab.serve.generate"
 local json = require "kvlab.json"
+local open_policy = require "kvlab.policy.policy"
 local metrics = require "kvlab.http.metrics"
 local options = require "kvlab.options"
 local path_of = require "kvlab.http.path"
@@ -55,7 +57,8 @@ LIMITS.connections = options.within(1, 2 ^ 20)
 LIMITS.logprobs = options.within(1, 1000)
 
 local KNOWN = {
-  model = options.required(options.like("a model of kv.model", "engine", "tokenizer")),
+  model = options.required(options.like("a model of kv.model", "engine_for",
+    "tokenizer")),
   name = options.string, address = options.string, port = options.within(0, 65535),
   key = { "a key of one character or more", function(x)
     return type(x) == "string" and x ~= ""
@@ -116,13 +119,19 @@ end
 function M.http_server(o)
   options.check("http_server", o, KNOWN)
   local model, limits = o.model, limits_of(o.limits)
+  local engine = model:engine_for(o.policy and open_policy(o.policy, o.policy_options))
   local self = setmetatable({
-    model = model, engine = model.engine, tokenizer = model.tokenizer, limits = limits,
+    model = model, engine = engine, tokenizer = model.tokenizer, limits = limits,
     name = o.name or model.name:gsub("/+$", ""):match "[^/]*$", key = o.key, log = o.log,
-    metrics = metrics.new(), vocab = model.engine.model.config.vocab, started = os.time(),
+    metrics = metrics.new(), vocab = engine.model.config.vocab, started = os.time(),
     page = files.read(PAGE),
   }, HttpServer)
-  self.policies = policies.new(self.engine, o.policy, o.policy_options, limits.policies)
+  self.policies = policies.new(engine, o.policy, o.policy_options, limits.policies)
+  local evictor = self.policies.own.attention.evictor
+  if o.draft and evictor then
+    options.fail(("http_server: draft is a table, expected none, as policy %s evicts "
+      .. "tokens"):format(evictor.policy.name))
+  end
   self.asked, self.tasks = asked.new(self), tasks.new(limits.request_s)
   self.calls = calls.new {
     engine = self.engine, tokenizer = self.tokenizer, policies = self.policies,
@@ -171,10 +180,9 @@ end
 
 -- ---- what there is --------------------------------------------------------------------
 
+--- Most tokens of a prompt and its answer together, under the server's own policy.
 local function context_of(self)
-  local cache, context = self.engine.cache, self.engine.model.config.context
-  local blocks = math.min(self.engine.max_blocks or cache.blocks, cache.blocks)
-  return math.min(context or math.huge, blocks * cache.block_size)
+  return (generate.room(self.engine, 1, self.policies.own.attention))
 end
 
 local function model_object(self)
@@ -208,7 +216,7 @@ local function gauges(self)
     { "kvlab_cache_blocks_free", "Blocks of the KV cache that nothing is in",
       cache:blocks_free() },
     { "kvlab_cache_blocks_available", "Blocks that are free or that no request uses",
-      prefix:available() },
+      math.floor(prefix:available() * cache.blocks / cache.pages) },
     { "kvlab_connections", "Connections now", http.connections },
     { "kvlab_connections_total", "Connections so far", http.accepted },
     { "kvlab_connections_refused_total", "Connections that were too many", http.refused },

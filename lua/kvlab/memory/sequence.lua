@@ -84,6 +84,17 @@ function Sequence:held(layer, head)
   return check(C.kvl_sequence_held(handle_of(self), cut_of(self, layer, head)))
 end
 
+--- The number of pages that are held, of all tables together.
+function Sequence:pages()
+  local cache, handle, pages = self.cache, handle_of(self), 0
+  local cuts = cache.cut_layers * cache.cut_heads
+  if cuts == 1 then return C.kvl_sequence_blocks(handle) end
+  for cut = 0, cuts - 1 do
+    pages = pages + math.ceil(C.kvl_sequence_held(handle, cut) / cache.block_size)
+  end
+  return pages
+end
+
 local function inherit_state(seq, fork)
   for keeper in pairs(seq.state) do
     if type(keeper) == "table" and keeper.inherit then keeper:inherit(seq, fork) end

@@ -147,6 +147,15 @@ local function cap_of(self, layer, head, length)
   return math.max(blocks, budget.min_blocks, budget.sink + budget.recent + 1) * size
 end
 
+--- How many tokens a layer and KV head may hold after a prompt that ends a text of
+-- `length` tokens, before a split divides it among heads.
+Evictor.cap = cap_of
+
+--- Whether a split divides what the heads of a layer may hold, by their scores.
+function Evictor:is_divided()
+  return self.policy.split ~= nil and self.policy.split.heads ~= nil
+end
+
 -- ---- what a step changes --------------------------------------------------------------
 
 --- Of a decode step: for every layer, which places its new tokens took, and what stood

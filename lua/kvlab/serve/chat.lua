@@ -1,5 +1,7 @@
 --- A conversation on the terminal. Each answer continues the conversation so far. The
--- server keeps the conversation's blocks, so each turn reads only the new tokens.
+-- server keeps the conversation's blocks, so each turn reads only the new tokens. Where
+-- the cache has tables by layer or head, the request of a turn goes on from what the one
+-- before it holds; under a policy that evicts, that is what it has not evicted.
 local C = require("kvlab.library").C
 local chat = require "kvlab.text.chat"
 local generate = require "kvlab.serve.generate"
@@ -41,8 +43,58 @@ local function read_line()
   return (io.read "*l")
 end
 
+--- How many ids have the same bytes as `tokens` have; nil if none has. The first `prompt`
+-- of both must be equal.
+local function covered(tokenizer, tokens, prompt, ids)
+  for i = 1, prompt do if ids[i] ~= tokens[i] then return nil end end
+  local said, text = {}, ""
+  for i = prompt + 1, #tokens do
+    if not tokenizer:token_of(tokens[i]) then return nil end -- vocabularies may be padded
+    said[#said + 1] = tokenizer:bytes_of(tokens[i])
+  end
+  said = table.concat(said)
+  for i = prompt, #ids do
+    if i > prompt then text = text .. tokenizer:bytes_of(ids[i]) end
+    if #text >= #said then return text == said and i or nil end
+  end
+end
+
+--- The ids of a conversation, beginning with the very tokens of the request `held`, if it
+-- goes on from them: what it says is then not tokenized again, which might give others.
+-- The request is nil if it does not.
+local function continued(tokenizer, held, ids)
+  local tokens = held and { unpack(held.tokens, 1, held.num_tokens) }
+  while tokens and #tokens >= held.seq:length() do -- without what ends an answer, too
+    local n = covered(tokenizer, tokens, math.min(held.prompt_length, #tokens), ids)
+    if n and n < #ids then
+      for i = n + 1, #ids do tokens[#tokens + 1] = ids[i] end
+      return tokens, held
+    end
+    tokens[#tokens] = nil
+  end
+  return ids, nil
+end
+
+--- Answers ids. The talk holds what the answer has computed, as far as it came.
+local function generated(talk, ids, o)
+  local server, held = talk.server, talk.held
+  if not talk.holds then return generate.generate(server, ids, o) end
+  local tokens, from = continued(talk.tokenizer, held, ids)
+  if held and not from then
+    talk.held = nil
+    server:cancel(held)
+  end
+  local job = generate.job(server.executor.engine, tokens, o, 1, nil, from)
+  job.request.hold = true
+  local ok, why = pcall(generate.run, server, { job })
+  if job.running and server.holding[job.running] then talk.held = job.running end
+  if not ok then error(why, 0) end
+  return job.answer
+end
+
 --- The assistant's text after the messages, as far as it came.
-local function answer(server, tokenizer, messages, variables, o)
+local function answer(talk, messages, variables, o)
+  local tokenizer = talk.tokenizer
   local parts, given = {}, {}
   for name, value in pairs(o) do given[name] = value end
   given.on_text = function(text, got)
@@ -53,14 +105,14 @@ local function answer(server, tokenizer, messages, variables, o)
   end
   local _, ids = tokenizer:chat(messages, { add_generation_prompt = true,
                                             variables = variables })
-  local ok, why, got = pcall(watched, generate.generate, server, ids, given)
+  local ok, why, got = pcall(watched, generated, talk, ids, given)
   io.stdout:write "\n"
   if not ok then error(why, 0) end
   if got and got.finish_reason == "error" then error(got.error, 0) end
   return table.concat(parts)
 end
 
-local function converse(server, tokenizer, messages, given, o)
+local function converse(talk, messages, given, o)
   local read = given.read or read_line
   while true do
     local is_interrupted, line = watched(read)
@@ -70,7 +122,7 @@ local function converse(server, tokenizer, messages, given, o)
       return
     elseif line:find "%S" then
       messages[#messages + 1] = { role = "user", content = line }
-      local text = answer(server, tokenizer, messages, given.variables, o)
+      local text = answer(talk, messages, given.variables, o)
       messages[#messages + 1] = { role = "assistant", content = text }
     end
   end
@@ -87,7 +139,9 @@ function M.run(engine, tokenizer, given)
   o.system, o.read, o.variables = nil, nil, nil
   o.max_tokens = o.max_tokens or MAX_TOKENS
   local server = serve.serve { engine = engine }
-  local ok, why = pcall(converse, server, tokenizer, messages, given, o)
+  local talk = { server = server, tokenizer = tokenizer,
+                 holds = engine.cache.tables ~= "one" }
+  local ok, why = pcall(converse, talk, messages, given, o)
   server:close()
   if not ok then error(why, 0) end
 end

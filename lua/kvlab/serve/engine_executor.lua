@@ -78,9 +78,18 @@ local function make_keys(self, r, first, last)
   for i = first, last do r.block_hashes[i] = ffi.string(r.keys + (i - 1), 16) end
 end
 
---- Checks a request's tokens and makes the keys of its prompt. Its attention is the
--- engine's if it names none.
-function EngineExecutor:admit_keys(r)
+--- Raises for a request that asks for what needs one table for all layers and heads.
+function EngineExecutor:expect_no_sharing(r, o)
+  local name = o.keep_output and "keep_output" or r.watches and "watch"
+  if not name then return end
+  options.fail(("request: %s is true, expected false where the cache has tables by %s: "
+    .. "its pages are no blocks of all layers and heads"):format(name,
+    self.memory.tables))
+end
+
+--- Checks a request's tokens and makes the keys of its prompt, where blocks have keys.
+-- Its attention is the engine's if it names none.
+function EngineExecutor:admit_keys(r, o)
   local vocab = self.engine.model.config.vocab
   if not r.tokens then error("request: tokens is missing", 3) end
   for i, id in ipairs(r.tokens) do
@@ -90,14 +99,21 @@ function EngineExecutor:admit_keys(r)
     end
   end
   local attention, d = r.attention or self.engine.attention, r.draft
+  r.evicts = attention.evictor ~= nil
+  if d and r.evicts then
+    options.fail(("request: draft is given, and policy %s evicts tokens, which does not "
+      .. "go with drafts, expected draft = false"):format(attention.decode_policy.name))
+  end
   if attention.cache ~= self.memory then
-    error("request: attention is over another cache, expected one over the engine's", 3)
+    options.fail("request: attention is over another cache, expected one over the "
+      .. "engine's")
   end
   if d and d.policy and attention.draft_policy ~= d.policy then
     attention = self.engine:drafting(attention, d.policy, d.key, d.reuses)
   end
   attention.hooks, r.attention = self.hooks, attention
   r.reads_prompt = r.prompt_logprobs ~= nil or attention:watches_prompts()
+  if self.memory.tables ~= "one" then return self:expect_no_sharing(r, o) end
   local size = self.memory.block_size
   local most = r.num_tokens + r.max_tokens + (d and draft.MOST or 0)
   r.keys = ffi.new("kvl_key[?]", math.floor(most / size) + 1)
@@ -194,6 +210,8 @@ end
 -- If this raises, it may be tried again.
 function EngineExecutor:begin(r)
   local attention, blocks, tokens, keys = r.attention, {}, {}, {}
+  if r.continues then return end -- its policies serve its sequence already
+  if self.memory.tables ~= "one" then return attention:request_begin(r.seq) end
   local seen = seen_by(self, attention)
   local ids = r:block_ids()
   for i, block in ipairs(ids) do
@@ -297,6 +315,7 @@ end
 --- Which requests decode from the next step on; nil if none does.
 local function ends_prompts(self, list)
   local ends, any = self.ends, false
+  clear(ends, #list)
   for i, r in ipairs(list) do
     ends[i] = r.num_computed_tokens + r.num_scheduled_tokens == r.num_tokens
     any = any or ends[i]
@@ -421,6 +440,7 @@ end
 --- The blocks that a step begins to fill have other content than was seen in them.
 local function forget_seen(self, list)
   local size = self.memory.block_size
+  if self.memory.tables ~= "one" then return end -- nothing is shared
   for _, r in ipairs(list) do
     local first = math.ceil(r.num_computed_tokens / size)
     local last = math.ceil((r.num_computed_tokens + r.num_scheduled_tokens) / size)

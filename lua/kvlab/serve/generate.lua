@@ -7,6 +7,7 @@
 local arguments = require "kvlab.arguments"
 local draft = require "kvlab.serve.draft"
 local options = require "kvlab.options"
+local pages = require "kvlab.serve.pages"
 local sampler = require "kvlab.serve.sampler"
 local serve = require "kvlab.serve.serve"
 local stream = require "kvlab.text.stream"
@@ -92,12 +93,34 @@ local function tokens_of(given, o, i, vocab)
   return given
 end
 
+local LONGEST = 2 ^ 24 -- text of a model that says nothing about its context
+
+--- The same under a policy that evicts: the text may be longer than the cache.
+local function room_evicting(engine, attention, seq, count)
+  local context, name = engine.model.config.context, attention.decode_policy.name
+  local most = math.min(context or LONGEST, LONGEST) - count
+  local room = pages.room(engine, attention, seq, count - (seq and seq:length() or 0),
+    most)
+  if most < 0 or room == most then
+    return most + 1, ("the model's context is %d"):format(count + most)
+  elseif room < 0 then
+    return 0, ("the engine's cache of %d pages has no room for it and for what policy %s "
+      .. "keeps of it"):format(engine.cache.pages, name)
+  end
+  return room + 1, ("the engine's cache has room for %d under policy %s"):format(
+    count + room, name)
+end
+
 --- How many tokens may follow a prompt of `count` tokens; less than 1 if it is too long.
 ---@param engine table
 ---@param count integer
+---@param attention? kvlab.Attention  whose policies serve it (the engine's)
+---@param seq? kvlab.Sequence  that holds the first of these tokens
 ---@return integer most
 ---@return string why  what the limit is
-function M.room(engine, count)
+function M.room(engine, count, attention, seq)
+  attention = attention or engine.attention
+  if attention.evictor then return room_evicting(engine, attention, seq, count) end
   local cache = engine.cache
   local blocks = math.min(engine.max_blocks or cache.blocks, cache.blocks)
   local limit, what = blocks * cache.block_size,
@@ -111,8 +134,8 @@ end
 
 --- How many tokens a prompt may have to come; raises if it asks for more than there is
 -- room for.
-local function room(engine, count, asked, i)
-  local most, what = M.room(engine, count)
+local function room(engine, count, asked, i, attention, seq)
+  local most, what = M.room(engine, count, attention, seq)
   if most < 1 then fail(i, "has %d tokens, but %s", count, what) end
   if asked and asked > most then
     fail(i, "has %d tokens and max_tokens is %d, but %s", count, asked, what)
@@ -140,14 +163,24 @@ local function stop_tokens(engine, o)
   return list
 end
 
+--- The tokens after the first n.
+local function rest_of(tokens, n)
+  local rest = {}
+  for i = n + 1, #tokens do rest[i - n] = tokens[i] end
+  return rest
+end
+
 --- A prompt, checked, with all that its request needs: job.request are the options that
 -- server:submit will get, job.answer becomes the answer.
 ---@param engine table
 ---@param given string|table  see M.generate
 ---@param o table             options of M.generate, checked
 ---@param i integer           which prompt it is, for errors
+---@param attention? kvlab.Attention  whose policies serve it (the engine's)
+---@param from? kvlab.Request  that holds the first tokens of the prompt, see
+--                            server:continue
 ---@return table job
-function M.job(engine, given, o, i)
+function M.job(engine, given, o, i, attention, from)
   local own, prompt = options_of(given, o, i)
   for _, name in ipairs { "stop", "on_text" } do
     if own[name] and not own.tokenizer then
@@ -159,9 +192,12 @@ function M.job(engine, given, o, i)
   local job = { tokens = tokens, on_text = own.on_text, parts = {}, answer = {
     index = i, ids = {} } }
   job.stream = own.tokenizer and own.tokenizer:stream { stop = own.stop }
-  job.request = { tokens = tokens, stop_tokens = stop_tokens(engine, own),
-                  draft = own.draft,
-                  max_tokens = room(engine, #tokens, own.max_tokens, i) }
+  job.from = from
+  job.request = { tokens = from and rest_of(tokens, from.seq:length()) or tokens,
+                  stop_tokens = stop_tokens(engine, own), draft = own.draft,
+                  attention = attention,
+                  max_tokens = room(engine, #tokens, own.max_tokens, i, attention,
+                    from and from.seq) }
   for name in pairs(sampler.KNOWN) do job.request[name] = own[name] end
   return job
 end
@@ -215,10 +251,11 @@ function M.start(server, job)
     return
   end
   o.on_token = function(r, id) add(server, job, r, id) end
-  job.running = assert(server:submit(o))
+  if job.from then job.running = assert(server:continue(job.from, o))
+  else job.running = assert(server:submit(o)) end
 end
 
-local function run(server, jobs)
+local function answer(server, jobs)
   for _, job in ipairs(jobs) do M.start(server, job) end
   local left
   repeat
@@ -229,6 +266,18 @@ local function run(server, jobs)
     end
     if left then server:step() end
   until not left
+end
+
+--- Answers jobs. However this ends, none of their requests runs afterwards.
+---@param server kvlab.Server  with the engine that the jobs were made for
+---@param jobs table[]
+function M.run(server, jobs)
+  local ok, why = pcall(answer, server, jobs)
+  for _, job in ipairs(jobs) do
+    local r = job.running
+    if r and r.state ~= "finished" then pcall(server.cancel, server, r) end
+  end
+  if not ok then error(why, 0) end
 end
 
 local ENGINE = options.like("a model's engine", "cache", "attention", "decode")
@@ -262,11 +311,8 @@ function M.generate(to, prompts, o)
   local jobs, answers = {}, {}
   for i, given in ipairs(list) do jobs[i] = M.job(engine, given, o, i) end
   local server = to.executor and to or serve.serve { engine = engine }
-  local ok, why = pcall(run, server, jobs)
-  for i, job in ipairs(jobs) do
-    answers[i] = job.answer
-    if job.running then pcall(server.cancel, server, job.running) end
-  end
+  local ok, why = pcall(M.run, server, jobs)
+  for i, job in ipairs(jobs) do answers[i] = job.answer end
   local is_closed, problem = true, nil
   if server ~= to then is_closed, problem = pcall(server.close, server) end
   if not ok then error(why, 0) end

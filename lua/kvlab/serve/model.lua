@@ -42,10 +42,45 @@ function M.model(name, o)
   local model, tokenizer = opener.open(name, { device = o.device, dtype = o.dtype })
   local engine = model:engine(o.engine)
   return setmetatable({ name = name, model = model, tokenizer = tokenizer,
-    engine = engine, own_attention = engine.attention }, Model)
+    engine = engine, own_attention = engine.attention, engine_options = o.engine or {},
+    own_tables = engine.cache.tables }, Model)
 end
 
 -- ---- policies -------------------------------------------------------------------------
+
+--- Opens the engine with the options that it had, and with these tables.
+local function open_engine(self, tables)
+  local o = {}
+  for name, value in pairs(self.engine_options) do o[name] = value end
+  for _, name in ipairs { "policy", "prefill_policy", "draft_policy" } do
+    o[name] = o[name] and policies.again(o[name]) -- the other engine has this one
+  end
+  o.tables = tables
+  self.engine = self.model:engine(o)
+  self.own_attention = self.engine.attention
+end
+
+--- The engine for calls with a policy. One that evicts needs tables by head, and others
+-- get the tables that the engine was opened with. Where it has other ones, it is opened
+-- anew, and its memory is freed once nobody uses the old engine.
+---@param policy? kvlab.Policy  (the engine's)
+---@return table engine
+function Model:engine_for(policy)
+  local wanted = self.own_tables
+  if policy and policy.evict and not self.engine_options.tables and wanted == "one" then
+    wanted = "head"
+  end
+  local before = self.engine.cache.tables
+  if wanted == before then return self.engine end
+  self.engine, self.own_attention = nil, nil
+  for _ = 1, 2 do collectgarbage() end -- memory is freed in the cycle after finalizers
+  local ok, why = pcall(open_engine, self, wanted)
+  if not ok then
+    open_engine(self, before)
+    error(why, 0)
+  end
+  return self.engine
+end
 
 -- Options of every policy that selects.
 local OF_POLICIES = { ratio = true, tokens = true, blocks = true, min_blocks = true,
@@ -80,7 +115,7 @@ local function prepare(self, what, o, known)
   options.argument(what, "policy", o.policy, POLICY)
   local own, policy = parted(what, o, known)
   options.check(what, own, known)
-  local engine = self.engine
+  local engine = self:engine_for(policy)
   local now = engine.attention
   if policy and policy ~= now.decode_policy then engine:use_policy(policy)
   elseif not policy and now ~= self.own_attention then -- changes cost recorded graphs
@@ -98,8 +133,8 @@ end
 --                  of one, whose options may stand beside it (the engine's)
 ---@return kvlab.Answer|kvlab.Answer[]
 function Model:generate(prompts, o)
-  return generate.generate(self.engine, prompts,
-    prepare(self, "generate", o, generate.KNOWN))
+  local own = prepare(self, "generate", o, generate.KNOWN) -- it may open another engine
+  return generate.generate(self.engine, prompts, own)
 end
 
 --- A conversation on the terminal: reads a line, writes the answer as it comes, and so on
@@ -108,7 +143,8 @@ end
 --                  the chat template reads, as for tokenizer:chat; read(): returns the
 --                  next line, or nil at the end (what is typed)
 function Model:chat(o)
-  chat.run(self.engine, self.tokenizer, prepare(self, "chat", o, chat.KNOWN))
+  local own = prepare(self, "chat", o, chat.KNOWN)
+  chat.run(self.engine, self.tokenizer, own)
 end
 
 -- ---- maps -----------------------------------------------------------------------------
@@ -160,6 +196,11 @@ MAP.draft = nil -- every token has a step of its own
 function Model:selection_map(prompt, o)
   local own, view = prepare(self, "selection_map", o, MAP), {}
   for name in pairs(VIEW) do view[name], own[name] = own[name], nil end
+  local evictor = self.engine.attention.evictor
+  if evictor then
+    options.fail(("selection_map: policy %s evicts tokens and reads all that it holds, "
+      .. "expected one that selects"):format(evictor.policy.name))
+  end
   local ids = type(prompt) == "string" and self.tokenizer:encode(prompt) or prompt
   local watched = record(self.engine.attention)
   local ok, answer = pcall(generate.generate, self.engine, ids, own)
@@ -195,6 +236,8 @@ end
 
 M.model = arguments.of("model", M.model, { name = options.string })
 arguments.methods(Model, "a model of kv.model", {
+  engine_for = { policy = options.optional(options.like(
+    "a policy, as kv.policy makes them", "compute_decode")) },
   tokens = { text = options.string },
   selection_map = { prompt = options.either({ "a text", options.string[2] },
     options.list_of(options.whole, 1)) },

@@ -2,6 +2,7 @@
 -- a block key, so that requests with a common prefix share blocks. A block stays here
 -- after its request until its room is needed. The least recently used block goes first;
 -- of one request the last block goes first, because nothing can be found behind a gap.
+-- It has no blocks of a cache with tables by layer or head.
 -- Source  automatic prefix caching of vLLM (its block pool and free queue)
 local ffi = require "ffi"
 local library = require "kvlab.library"
@@ -26,8 +27,8 @@ function M.new(memory)
   }, PrefixCache)
 end
 
---- How many blocks are available: those that are free and those that nobody uses.
-function PrefixCache:available() return self.memory:blocks_free() + self.idle.count end
+--- How many pages are available: those that are free and those that nobody uses.
+function PrefixCache:available() return self.memory:pages_free() + self.idle.count end
 
 --- How far keys[first ... last] are cached without a gap: the index of the last cached
 -- key, or first - 1.
@@ -72,15 +73,15 @@ end
 
 --- Ends a sequence.
 function PrefixCache:close(seq)
-  self:truncate(seq, 0)
+  if self.memory.tables == "one" then self:truncate(seq, 0) end
   seq:close()
 end
 
---- Makes at least n blocks free by forgetting the least recently used ones. If fewer than
+--- Makes at least n pages free by forgetting the least recently used ones. If fewer than
 -- n are available, it forgets nothing and returns false.
 function PrefixCache:reclaim(n)
   if self:available() < n then return false end
-  while self.memory:blocks_free() < n do
+  while self.memory:pages_free() < n do
     local block = self.idle.oldest
     self.idle:remove(block)
     self.block_of[self.key_of[block]], self.key_of[block] = nil, nil

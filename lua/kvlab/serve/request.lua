@@ -25,6 +25,11 @@ local M = {}
 ---@field attention kvlab.Attention|nil  whose policies serve it; nil without a model
 ---@field keeps_output boolean       others may share the blocks of its output
 ---@field reads_prompt boolean       it computes its whole prompt, and shares nothing
+---@field read_length integer        tokens that are read as a prompt, and not decoded
+---@field evicts boolean             its policy evicts tokens
+---@field claim kvlab.serve.Pages|nil  the pages that it reserves, if it does
+---@field holds boolean              it holds its tokens after its end, for continue
+---@field continues boolean         it goes on from what another request held
 ---@field prefetch_ready boolean     nothing is left to fetch; the rest must be computed
 ---@field max_tokens integer         most tokens of output
 ---@field arrival_us number
@@ -70,7 +75,7 @@ M.KNOWN = {
     sample = options.callable, on_token = options.callable, draft = draft.KIND,
   attention = options.like("an attention over the engine's cache", "cache", "forward"),
   keep_output = options.boolean, prompt_logprobs = options.within(0, 1000),
-  watch = options.boolean,
+  watch = options.boolean, hold = options.boolean,
 }
 for name, kind in pairs(sampler.KNOWN) do M.KNOWN[name] = kind end
 
@@ -111,7 +116,8 @@ function M.new(o, request_id, level)
   return setmetatable({
     request_id = request_id, state = "arriving", tokens = tokens, prompt_length = length,
     num_tokens = length, num_computed_tokens = 0, num_scheduled_tokens = 0,
-    index_in_batch = -1, is_computed = false, blocks_put = 0,
+    index_in_batch = -1, is_computed = false, blocks_put = 0, read_length = length,
+    evicts = false, holds = o.hold or false, continues = false,
     block_hashes = {}, hash_ids = o.hash_ids, selected_blocks = nil,
     prefetch_task = nil, prefetch_ready = false, max_tokens = o.max_tokens,
     stop_tokens = stops, stop = o.stop, sample = o.sample, on_token = o.on_token,
@@ -136,13 +142,18 @@ function Request:output()
   return list
 end
 
---- The physical blocks, in logical order.
-function Request:block_ids() return self.seq and self.seq:table() or {} end
+--- The physical blocks, in logical order, of a layer and KV head where the cache has
+-- tables by these.
+---@param layer? integer
+---@param head? integer
+function Request:block_ids(layer, head)
+  return self.seq and self.seq:table(layer, head) or {}
+end
 
 --- Whether its next step decodes: everything is computed except its newest token, which
 -- it generated itself.
 function Request:is_decoding()
-  return self.num_computed_tokens >= self.prompt_length
+  return self.num_computed_tokens >= self.read_length
     and self.num_computed_tokens == self.num_tokens - 1
 end
 

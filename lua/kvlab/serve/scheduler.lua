@@ -12,8 +12,16 @@
 -- requests, and preempts the request that was admitted last. A preempted request gives
 -- back all its blocks. When it is resumed, it uses the blocks that are still on the
 -- device or in the store and computes the rest.
+--
+-- Memory is counted in pages. A block has one, and as many as there are tables where the
+-- cache has tables by layer or by head. A request under a policy that evicts **reserves**
+-- the most pages that it may ever hold (pages.lua) and is never preempted, because to
+-- compute its tokens again as a prompt would evict others than its decode steps did. What
+-- it has not taken is kept free for it. It needs less once its prompt has been evicted
+-- from, and others get the rest in the next step.
 local draft = require "kvlab.serve.draft"
 local prefix_cache = require "kvlab.serve.prefix_cache"
+local protected = require "kvlab.protected"
 local waiting = require "kvlab.serve.waiting"
 
 local M = {}
@@ -24,19 +32,26 @@ local M = {}
 ---@field prefix kvlab.PrefixCache
 ---@field computing table<any, kvlab.Request>  keys of blocks being computed, and for whom
 ---@field loading table<any, kvlab.Request>    keys of blocks on their way, and for whom
+---@field cuts integer      pages of a block; more than 1: no two requests share one
+---@field need integer      pages that this step takes
+---@field promised integer  pages that the rest of the running prompts take
+---@field reserved integer  pages that requests have reserved and not taken
 local Scheduler = {}
 Scheduler.__index = Scheduler
 
---- o: max_seqs, max_tokens, watermark, prefetch_ahead, priority, late: see kv.serve
+--- o: max_seqs, max_tokens, watermark, prefetch_ahead, priority, late, reserve: see
+-- kv.serve
 function M.new(executor, o)
+  local memory = executor.memory
   return setmetatable({
-    executor = executor, prefix = prefix_cache.new(executor.memory), waiting = {},
+    executor = executor, prefix = prefix_cache.new(memory), waiting = {},
     running = {}, computing = {}, loading = {}, plan = { decode = {}, prefill = {} },
     lengths = {}, view = { step = 0 }, uses = o.keep ~= false and {} or nil,
     max_seqs = o.max_seqs, max_tokens = o.max_tokens,
     ahead_tokens = o.prefetch_ahead * o.max_tokens, priority = o.priority,
-    skips = o.late == "skip", block_size = executor.memory.block_size,
-    watermark = math.ceil(o.watermark * executor.memory.blocks), window = 1,
+    skips = o.late == "skip", block_size = memory.block_size, reserves = o.reserve,
+    cuts = memory.cut_layers * memory.cut_heads,
+    watermark = math.ceil(o.watermark * memory.pages), window = 1,
     stats = { stall_us = 0, stalls = 0, preemptions = 0, given_back = 0, blocks_asked = 0,
               blocks_shared = 0, blocks_loaded = 0, blocks_lost = 0 },
   }, Scheduler)
@@ -44,25 +59,70 @@ end
 
 function Scheduler:blocks_for(tokens) return math.ceil(tokens / self.block_size) end
 
+--- The pages of tokens, where nothing is evicted.
+function Scheduler:pages_for(tokens) return self:blocks_for(tokens) * self.cuts end
+
 --- How many full blocks a request may take from others. Its last token is always
 -- computed, because the server wants the token after it. If a policy has to see the
--- prompt's queries, or the request asks for its log-probabilities, all are computed.
+-- prompt's queries, or the request asks for its log-probabilities, all are computed. The
+-- pages of tables by layer or head are nobody else's.
 function Scheduler:shareable(r)
-  if r.reads_prompt then return 0 end
+  if r.reads_prompt or self.cuts > 1 then return 0 end
   return math.floor((r.num_tokens - 1) / self.block_size)
+end
+
+--- Takes note of the pages that a request needs (pages.lua). It reserves them if its
+-- policy evicts, or if all requests do.
+---@param needed kvlab.serve.Pages
+function Scheduler:claim(r, needed)
+  r.claim = (r.evicts or self.reserves) and needed or nil
+end
+
+--- How many pages a request has reserved and not taken.
+local function left_of(r)
+  if not r.claim then return 0 end
+  local most = r.num_computed_tokens < r.read_length and r.claim.prompt or r.claim.after
+  return math.max(0, most - (r.seq and r.seq:pages() or 0))
+end
+
+--- How many pages are neither taken nor reserved. Of reservations, it counts those of the
+-- requests that run, that go on from pages that they hold, and those of `arriving`.
+---@param arriving kvlab.Request[]
+---@return integer
+function Scheduler:pages_left(arriving)
+  local room = self.prefix:available()
+  for _, list in ipairs { self.running, self.waiting, arriving } do
+    for _, r in ipairs(list) do room = room - left_of(r) end
+  end
+  return room
 end
 
 -- ---- a step ---------------------------------------------------------------------------
 
---- How many blocks the next n tokens of a request take.
-local function blocks_needed(self, r, n)
+--- How many pages the next n tokens of a request take.
+local function pages_needed(self, r, n)
   local length = r.num_computed_tokens
   local need = self:blocks_for(length + n) - self:blocks_for(length)
-  return need + (r.shares_last and length % self.block_size > 0 and 1 or 0)
+  return (need + (r.shares_last and length % self.block_size > 0 and 1 or 0)) * self.cuts
 end
 
-local function preempt(self, r)
-  table.remove(self.running)
+--- The same by what it is counted as: those that it has reserved, and others. Under a
+-- policy that evicts all are reserved, and stay so until they are taken.
+local function parted(self, r, n)
+  if r.evicts then return 0, 0 end
+  local need = pages_needed(self, r, n)
+  local reserved = math.min(need, left_of(r))
+  return reserved, need - reserved
+end
+
+--- Takes the pages of this step's n tokens of a request out of what is there.
+local function take(self, r, n)
+  local reserved, others = parted(self, r, n)
+  self.need, self.reserved = self.need + reserved + others, self.reserved - reserved
+end
+
+local function preempt(self, index)
+  local r = table.remove(self.running, index)
   local ok, why = pcall(self.executor.finished, self.executor, r)
   waiting.mark(self.computing, r, 1, #r.block_hashes, nil)
   waiting.give_back(self, r)
@@ -73,18 +133,30 @@ local function preempt(self, r)
   if not ok then error(why, 0) end
 end
 
---- Frees the blocks of this step and those of n more tokens for r. Returns false if r
+--- The place of the request that was admitted last, not before r, and may be preempted;
+-- nil for none.
+local function victim_of(self, r)
+  for i = #self.running, 1, -1 do
+    if not self.running[i].claim then return i end
+    if self.running[i] == r then return nil end
+  end
+end
+
+--- Frees the pages of this step and those of n more tokens for r. Returns false if r
 -- itself had to be preempted.
 local function make_room(self, r, n)
-  local need = self.need + blocks_needed(self, r, n)
-  while not self.prefix:reclaim(need) do
+  local _, others = parted(self, r, n)
+  while others > 0 and self.need + self.reserved + others > self.prefix:available() do
     if not waiting.give_back_last(self, 0) then
-      local victim = self.running[#self.running]
-      preempt(self, victim)
+      local index = victim_of(self, r)
+      if not index then break end -- the step says so, if no page is free
+      local victim = self.running[index]
+      protected.whole(preempt, self, index)
       if victim == r then return false end
     end
   end
-  self.need = need
+  take(self, r, n)
+  self.prefix:reclaim(self.need)
   return true
 end
 
@@ -127,7 +199,8 @@ local function decode_tokens(self, r)
   else
     n = draft.propose(d, r.tokens, r.num_tokens, math.min(self.room, tokens_left(r)))
   end
-  if self.need + blocks_needed(self, r, n + 1) > self.prefix:available() then
+  local _, others = parted(self, r, n + 1)
+  if self.need + self.reserved + others > self.prefix:available() then
     n = draft.expect(d, 0)
   end
   self.room = self.room - n
@@ -154,29 +227,34 @@ local function continue_running(self)
       if not is_decoding then self.room = self.room - n end
       add(self, r, n, is_decoding)
     end
-    if not is_decoding then
-      self.promised = self.promised + self:blocks_for(r.num_tokens)
-        - self:blocks_for(r.num_computed_tokens + n)
+    if not is_decoding and not r.claim then
+      self.promised = self.promised + self:pages_for(r.num_tokens)
+        - self:pages_for(r.num_computed_tokens + n)
     end
     i = i + 1
   end
   return #running == before
 end
 
---- Whether memory has room for all tokens of a request, beside the blocks that are
--- already promised to others.
-local function fits(self, r)
-  local need = self.need + self.promised + self:blocks_for(r.num_tokens)
-    - r.seq:blocks() + (r.shares_last and 1 or 0)
-  local kept = #self.running > 0 and self.watermark or 0
-  return need + kept <= self.prefix:available()
+--- How many pages a waiting request needs beside those that it has: of all tokens that
+-- it has, or all that it has not reserved yet.
+local function pages_to_admit(self, r)
+  if r.claim then return r.is_fork and 0 or left_of(r) end -- a fork reserves when made
+  return self:pages_for(r.num_tokens) - r.seq:pages()
+    + (r.shares_last and self.cuts or 0)
 end
 
---- The waiting request at `index` starts, or goes on, to be computed. If a policy raises
--- when it is told so, the request goes on waiting.
-local function admit(self, r, index)
-  local stats = self.stats
-  self.executor:begin(r)
+--- Whether memory has room for a request, beside the pages that are already promised to
+-- others.
+local function fits(self, r)
+  local kept = not r.claim and #self.running > 0 and self.watermark or 0
+  return self.need + self.promised + self.reserved + pages_to_admit(self, r) + kept
+    <= self.prefix:available()
+end
+
+--- The waiting request at `index` runs from now on.
+local function move(self, r, index)
+  local stats, to_admit = self.stats, pages_to_admit(self, r)
   table.remove(self.waiting, index)
   r.num_computed_tokens = r.seq:length()
   r.blocks_put = math.floor(r.num_computed_tokens / self.block_size)
@@ -192,12 +270,23 @@ local function admit(self, r, index)
   waiting.mark(self.computing, r, self:blocks_for(r.num_computed_tokens) + 1,
     #r.block_hashes, r)
   local n = math.min(r.num_tokens - r.num_computed_tokens, self.room)
-  self.need = self.need + blocks_needed(self, r, n)
-  self.promised = self.promised + self:blocks_for(r.num_tokens)
-    - self:blocks_for(r.num_computed_tokens + n)
+  if r.claim then
+    self.reserved = self.reserved + to_admit
+  else
+    self.promised = self.promised + self:pages_for(r.num_tokens)
+      - self:pages_for(r.num_computed_tokens + n)
+  end
+  take(self, r, n)
   self.prefix:reclaim(self.need)
   self.room = self.room - n
-  add(self, r, n, false)
+  add(self, r, n, r:is_decoding())
+end
+
+--- The waiting request at `index` starts, or goes on, to be computed. If a policy raises
+-- when it is told so, the request goes on waiting.
+local function admit(self, r, index)
+  self.executor:begin(r)
+  protected.whole(move, self, r, index)
 end
 
 --- Makes the step wait for a prefetch.
@@ -238,11 +327,13 @@ local function unblock(self)
   end
   if waiting.give_back_last(self, 1) then return end
   local r = self.waiting[1]
-  waiting.give_back(self, r)
-  local need, left = self:blocks_for(r.num_tokens), self.prefix:available()
+  if waiting.may_give_back(r) then waiting.give_back(self, r) end
+  local need, left = self:pages_for(r.num_tokens), self.prefix:available()
+  if r.claim then need = left_of(r) end
   if need > left and #self.running == 0 then
-    error(("request %d needs %d blocks and the cache has %d left: other sequences hold "
-      .. "the rest"):format(r.request_id, need, left), 0)
+    error(("request %d needs %d %s and the cache has %d left: other sequences hold "
+      .. "the rest"):format(r.request_id, need, self.cuts > 1 and "pages" or "blocks",
+      left), 0)
   end
 end
 
@@ -254,7 +345,11 @@ function Scheduler:schedule()
   repeat
     for i = #plan.decode, 1, -1 do plan.decode[i] = nil end
     for i = #plan.prefill, 1, -1 do plan.prefill[i] = nil end
-    self.need, self.promised = 0, 0
+    self.need, self.promised, self.reserved = 0, 0, 0
+    for _, r in ipairs(self.running) do self.reserved = self.reserved + left_of(r) end
+    for _, r in ipairs(self.waiting) do
+      if r.is_fork then self.reserved = self.reserved + left_of(r) end
+    end
     local untroubled = continue_running(self)
     if untroubled then
       if self.ahead_tokens > 0 and #self.waiting > 0 then waiting.look_ahead(self) end
@@ -275,13 +370,15 @@ function Scheduler:enqueue(r)
     local key = r.block_hashes[i]
     self.uses[key] = (self.uses[key] or 0) + 1
   end
-  self.waiting[#self.waiting + 1] = r
+  -- what reserves already goes first, so that nobody waits for it in vain
+  table.insert(self.waiting, r.is_fork and r.claim and 1 or #self.waiting + 1, r)
 end
 
 --- Lets other requests share the full blocks of a request, or only those of its prompt if
 -- it does not share its output. They go into the store, too. If that raises, the next
 -- call goes on where this one stopped.
 function Scheduler:share(r)
+  if self.cuts > 1 then return end
   local computed = r.num_computed_tokens
   if not r.keeps_output then computed = math.min(computed, r.prompt_length) end
   local full = math.floor(computed / self.block_size)
@@ -296,13 +393,28 @@ function Scheduler:share(r)
   end
 end
 
---- A running request is done: its blocks are given back. The caller takes it out of
--- `running`. Returns false and the error when a policy raised as it was told so.
+--- A running request is done: its blocks are given back, unless another request may go
+-- on from them. The caller takes it out of `running`. Returns false and the error when a
+-- policy raised as it was told so.
 function Scheduler:finish(r)
-  local ok, why = pcall(self.executor.finished, self.executor, r)
+  local ok, why = true, nil
+  if not r.holds then
+    ok, why = pcall(self.executor.finished, self.executor, r)
+  end
   waiting.mark(self.computing, r, 1, #r.block_hashes, nil)
+  if not r.holds then
+    self.prefix:close(r.seq)
+    r.seq = nil
+  end
+  r.state, r.num_scheduled_tokens, r.index_in_batch = "finished", 0, -1
+  return ok, why
+end
+
+--- Gives back what a finished request holds.
+function Scheduler:release(r)
+  local ok, why = pcall(self.executor.finished, self.executor, r)
   self.prefix:close(r.seq)
-  r.seq, r.state, r.num_scheduled_tokens, r.index_in_batch = nil, "finished", 0, -1
+  r.seq = nil
   return ok, why
 end
 

@@ -22,6 +22,8 @@ local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
 local draft = require "kvlab.serve.draft"
 local options = require "kvlab.options"
+local pages = require "kvlab.serve.pages"
+local protected = require "kvlab.protected"
 local request = require "kvlab.serve.request"
 local scheduler = require "kvlab.serve.scheduler"
 local serve_options = require "kvlab.serve.serve_options"
@@ -60,22 +62,20 @@ Server.__index = Server
 --                runs for long does not; priorities then see no reuse (true)
 --  draft         what requests get that name no draft: { policy = "quest", ratio = 0.05,
 --                tokens = 4 } or { ngram = 3, tokens = 8 }, see draft.lua (none)
+--  reserve       whether every request reserves, when it is admitted, the memory that it
+--                may need, so that none is preempted; one whose policy evicts always does
+--                (false)
 --  slo_us        how long after its arrival a request's first token is due (2e6)
 --  hooks         build_sparse_meta(server, plan), request_begin(request),
 --                request_finished(request), attention_begin(ctx), attention_finished(ctx)
 ---@return kvlab.Server
 function M.serve(given)
   local o = serve_options.take(given)
-  if o.engine and o.engine.cache.tables ~= "one" then
-    options.fail(("serve: the engine's cache has tables by %s, expected one for all: "
-      .. "what requests share is one block of all layers and heads"):format(
-      o.engine.cache.tables))
-  end
   local kind = o.engine and "kvlab.serve.engine_executor" or "kvlab.serve.simulator"
   local executor = require(kind).new(o)
   return setmetatable({
     executor = executor, scheduler = scheduler.new(executor, o), hooks = o.hooks or {},
-    requests = {}, submitted = 0, arriving = {}, slo_us = o.slo_us,
+    requests = {}, submitted = 0, arriving = {}, holding = {}, slo_us = o.slo_us,
     forgets = o.keep == false, draft = o.draft, drafts = draft.counts(),
     counts = { steps = 0, busy_us = 0, idle_us = 0, prefill_tokens = 0,
                decode_tokens = 0, finished = 0, failed = 0 },
@@ -108,14 +108,31 @@ local function with_defaults(self, given)
   return o
 end
 
---- Why a request can never run here, or nil.
-local function lacks_blocks(self, r)
-  local blocks = self.scheduler:blocks_for(r.num_tokens + r.max_tokens - 1)
-  local most = self.executor.max_blocks or self.executor.memory.blocks
-  if blocks <= most then return nil end
-  return ("%d tokens and %d to come need %d blocks, there are %d"):format(r.num_tokens,
-    r.max_tokens, blocks, most)
+--- The pages that a request needs, or why it can never run here.
+---@param seq? kvlab.Sequence  that it goes on from
+---@return kvlab.serve.Pages|nil
+---@return string|nil
+local function pages_of(self, r, seq)
+  local memory = self.executor.memory
+  local decoded = seq and r.read_length < r.num_tokens -- of a fork that decodes at once
+  local new = r.num_tokens - (seq and seq:length() or 0)
+  local needed = pages.needed(memory, r.attention, seq, decoded and 0 or new,
+    (decoded and new or 0) + r.max_tokens - 1, decoded and r.read_length or nil)
+  local most = self.executor.max_blocks or memory.blocks
+  local of_request = ("%d tokens and %d to come need"):format(r.num_tokens, r.max_tokens)
+  if needed.widest > most then
+    return nil, ("%s %d blocks, there are %d"):format(of_request, needed.widest, most)
+  elseif needed.prompt > memory.pages then
+    return nil, ("%s %d pages, there are %d"):format(of_request, needed.prompt,
+      memory.pages)
+  end
+  return needed
 end
+
+--- How many pages of the cache are neither taken nor reserved by requests: one that needs
+-- no more can be admitted at once, if all requests reserve.
+---@return integer
+function Server:pages_left() return self.scheduler:pages_left(self.arriving) end
 
 --- Raises if a step has no room for the drafts that a request wants of a policy.
 local function expect_room(self, what, r)
@@ -141,17 +158,19 @@ end
 --                     request.prompt_logprobs; attention: whose policies serve it (the
 --                     engine's); keep_output: others may share the blocks of its output
 --                     (true); watch: request.reads says which blocks each of its steps
---                     reads (false)
+--                     reads (false); hold: its tokens stay in memory when it ends, so
+--                     that another can go on from them, see continue (false)
 ---@return kvlab.Request|nil request
 ---@return string|nil reason   why it can never run here
 function Server:submit(given)
   options.check("submit", given, request.KNOWN)
   local o = with_defaults(self, given)
   local r = request.new(o, self.submitted + 1, 2)
-  local why = lacks_blocks(self, r)
-  if why then return nil, why end
   expect_room(self, "submit", r)
   self.executor:admit_keys(r, o)
+  local needed, why = pages_of(self, r)
+  if not needed then return nil, why end
+  self.scheduler:claim(r, needed)
   enlist(self, r)
   return r
 end
@@ -212,12 +231,38 @@ local function advance(self, r, now)
   C.kvl_interrupt_hold(-1)
 end
 
+--- A request that goes on from the first `count` tokens of another one. Its pages are
+-- not claimed yet.
+local function branch(self, what, parent, given, count)
+  local o = with_defaults(self, given)
+  local extra = o.tokens and #o.tokens or 0
+  o.input_length, o.hash_ids = count + extra, nil
+  if parent.tokens then
+    local tokens = {}
+    for i = 1, count do tokens[i] = parent.tokens[i] end
+    for _, id in ipairs(o.tokens or {}) do tokens[#tokens + 1] = id end
+    o.tokens = tokens
+  end
+  local r = request.new(o, self.submitted + 1, 3)
+  r.attention = parent.attention
+  expect_room(self, what, r)
+  for i, key in ipairs(parent.block_hashes) do r.block_hashes[i] = key end
+  self.executor:admit_keys(r, o)
+  if r.evicts and o.arrival_us > self.executor:now() then
+    options.fail(("%s: arrival_us is in the future, expected none, as the policy of the "
+      .. "request evicts tokens and holds memory from now on"):format(what), 2)
+  end
+  return r, extra
+end
+
 --- Makes a request that goes on from what another request has so far, on its own branch.
--- It shares every block, also the last, which is copied when one of the two grows.
+-- It shares every block, also the last, which is copied when one of the two grows. Where
+-- a policy evicts tokens, it gets copies of all pages at once, and reserves what it may
+-- need.
 ---@param parent kvlab.Request  running
 ---@param given table           tokens: what follows (nothing); max_tokens, stop_tokens,
---                              stop, arrival_us, deadline_us, how tokens are drawn and
---                              on_token as for submit
+--                              stop, arrival_us, deadline_us, hold, how tokens are drawn
+--                              and on_token as for submit
 ---@return kvlab.Request
 function Server:fork(parent, given)
   options.check("fork", given, request.KNOWN_OF_FORK)
@@ -227,32 +272,60 @@ function Server:fork(parent, given)
       parent.request_id, parent.state), 2)
   end
   if parent.is_computed then advance(self, parent, self.executor:now()) end
-  local o = with_defaults(self, given)
-  local extra = o.tokens and #o.tokens or 0
-  o.input_length, o.hash_ids = parent.num_tokens + extra, nil
-  if parent.tokens then
-    local tokens = {}
-    for i = 1, parent.num_tokens do tokens[i] = parent.tokens[i] end
-    for _, id in ipairs(o.tokens or {}) do tokens[#tokens + 1] = id end
-    o.tokens = tokens
+  local r, extra = branch(self, "fork", parent, given, parent.num_tokens)
+  if extra == 0 then r.read_length = parent.read_length end -- the rest is decoded
+  local needed, why = pages_of(self, r, parent.seq)
+  if not needed then error("fork: " .. why, 2) end
+  local room = r.evicts and self:pages_left() or math.huge
+  if needed.prompt > room then
+    error(("fork: the request may need %d pages, and %d are neither taken nor reserved")
+      :format(needed.prompt, room), 2)
   end
-  local r = request.new(o, self.submitted + 1, 2)
-  r.attention = parent.attention
-  local why = lacks_blocks(self, r)
-  if why then error("fork: " .. why, 2) end
-  expect_room(self, "fork", r)
-  for i, key in ipairs(parent.block_hashes) do r.block_hashes[i] = key end
-  self.executor:admit_keys(r, o)
   r.seq, r.is_fork = parent.seq:fork(), true
   if r.seq:length() >= parent.num_tokens then -- the rest of an accepted draft
     r.seq:truncate(parent.num_tokens - 1)
   end
-  r.shares_last, parent.shares_last = true, true
+  r.shares_last, parent.shares_last = not r.evicts, not r.evicts
+  self.scheduler:claim(r, needed)
   enlist(self, r)
   return r
 end
 
+--- Makes a request that goes on from the tokens that another one holds, which was
+-- submitted with `hold` and has ended: those that steps have computed, so all but the
+-- newest one if it came to its end. What follows is read as a prompt that goes on. The
+-- other one holds nothing afterwards.
+---@param parent kvlab.Request  finished, and holding its tokens
+---@param given table           as for fork; tokens: what follows, one or more
+---@return kvlab.Request|nil request
+---@return string|nil reason    why it can never run here; the other one holds on then
+function Server:continue(parent, given)
+  options.check("continue", given, request.KNOWN_OF_FORK)
+  if not self.holding[parent] then
+    error(("continue: request %d holds nothing, expected one that was submitted with "
+      .. "hold = true, has ended, and from which no other went on"):format(
+      parent.request_id), 2)
+  end
+  if not given.tokens or #given.tokens == 0 then
+    options.fail("continue: tokens is missing or empty, expected a token or more", 2)
+  end
+  local seq = parent.seq
+  if seq:length() > parent.num_tokens then seq:truncate(parent.num_tokens) end -- a draft
+  local r = branch(self, "continue", parent, given, seq:length())
+  local needed, why = pages_of(self, r, seq)
+  if not needed then return nil, why end
+  C.kvl_interrupt_hold(1)
+  r.seq, r.is_fork, r.continues = seq, true, true
+  parent.seq, self.holding[parent] = nil, nil
+  self.scheduler:claim(r, needed)
+  enlist(self, r)
+  C.kvl_interrupt_hold(-1)
+  return r
+end
+
+--- Ends a request that the scheduler is done with.
 local function finish(self, r, reason)
+  if r.holds and r.seq then self.holding[r] = true end
   r.finish_us, r.finish_reason = self.executor:now(), reason
   self.counts.finished = self.counts.finished + 1
   if reason == "error" then self.counts.failed = self.counts.failed + 1 end
@@ -260,9 +333,12 @@ local function finish(self, r, reason)
   if self.hooks.request_finished then self.hooks.request_finished(r) end
 end
 
---- Ends a request, whatever its state.
-function Server:cancel(r)
-  expect_own(self, "cancel", r)
+local function cancel(self, r)
+  if self.holding[r] then
+    self.holding[r] = nil
+    local ok, why = self.scheduler:release(r)
+    if not ok then error(why, 0) end
+  end
   if r.state == "finished" then return end
   local ok, why = true, nil
   if r.state == "running" then
@@ -282,14 +358,25 @@ function Server:cancel(r)
   if not ok then error(why, 0) end
 end
 
+--- Ends a request, whatever its state. One that has ended gives back what it holds.
+function Server:cancel(r)
+  expect_own(self, "cancel", r)
+  protected.whole(cancel, self, r)
+end
+
 -- ---- steps ----------------------------------------------------------------------------
+
+local function enqueue_next(self)
+  local r = table.remove(self.arriving)
+  self.scheduler:enqueue(r)
+  return r
+end
 
 --- Moves requests whose time has come into the queue.
 local function arrive(self)
   local list, now = self.arriving, self.executor:now()
   while #list > 0 and list[#list].arrival_us <= now do
-    local r = table.remove(list)
-    self.scheduler:enqueue(r)
+    local r = protected.whole(enqueue_next, self)
     if self.hooks.request_begin then self.hooks.request_begin(r) end
   end
 end
@@ -303,6 +390,13 @@ local function tell(r)
   if ok then return end
   if C.kvl_interrupted() ~= 0 then error(why, 0) end
   r.error = why or "on_token raised nil"
+end
+
+--- Ends a running request, which the caller takes out of the running ones.
+local function finish_running(self, r, reason)
+  local ok, why = self.scheduler:finish(r)
+  finish(self, r, reason)
+  if not ok then error(why, 0) end
 end
 
 --- Does what follows from what a step computed of a request. After an error, another call
@@ -320,10 +414,7 @@ local function settle(self, r, now)
     local has_more = not reason and r.unseen > 0
     if has_more then reveal(r) end
   until not has_more
-  if not reason then return end
-  local ok, why = self.scheduler:finish(r)
-  finish(self, r, reason)
-  if not ok then error(why, 0) end
+  if reason then protected.whole(finish_running, self, r, reason) end
 end
 
 --- Takes the requests that are done out of `running`.
@@ -464,12 +555,18 @@ function Server:close()
     if r then ok, why = pcall(self.cancel, self, r) end
     if not ok then problem = problem or { why } end
   end
+  for r in pairs(self.holding) do
+    local ok, why = pcall(self.scheduler.release, self.scheduler, r)
+    if not ok then problem = problem or { why } end
+  end
+  self.holding = {}
   self.scheduler.prefix:clear()
   if self.executor.close then self.executor:close() end
   if problem then error(problem[1], 0) end
 end
 
 arguments.methods(Server, "a server", { fork = { parent = request.REQUEST },
+                                        continue = { parent = request.REQUEST },
                                         cancel = { r = request.REQUEST } })
 
 return M

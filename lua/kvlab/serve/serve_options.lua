@@ -22,6 +22,7 @@ M.KNOWN = {
   hooks = options.table, draft = draft.KIND, blocks = options.count,
   block_size = options.count,
   max_seqs = LIMIT, max_tokens = LIMIT, keep = options.boolean,
+  reserve = options.boolean,
   store_blocks = { "a number of blocks", function(x)
     return options.number[2](x) and x >= 0
   end },
@@ -61,6 +62,15 @@ local function check_together(o)
     if o.store then wrong("store", o.store, "store_blocks, as there is no memory") end
     if o.draft then wrong("draft", o.draft, "none, as there is no model") end
   else
+    if o.store and o.engine.cache.tables ~= "one" then
+      wrong("store", o.store, ("none, as the engine's cache has tables by %s, and a "
+        .. "store has blocks of all layers and heads"):format(o.engine.cache.tables))
+    end
+    local evictor = o.engine.attention.evictor
+    if o.draft and evictor then
+      wrong("draft", o.draft, ("none, as policy %s evicts tokens"):format(
+        evictor.policy.name))
+    end
     local tokens = o.draft and o.draft.policy and o.draft.tokens
     if type(tokens) == "number" and tokens >= o.max_tokens then
       wrong("draft.tokens", tokens, ("at most %d: a step has room for %d tokens "

@@ -63,7 +63,7 @@ end
 --- Asks the executor for a request's blocks first ... last, as far as there is room.
 local function load(self, r, first, last, position)
   local kept = #self.running > 0 and self.watermark or 0
-  local room = self.prefix:available() - self.need - self.promised - kept
+  local room = self.prefix:available() - self.need - self.promised - self.reserved - kept
   last = math.min(last, first + room - 1)
   if last < first then return "crowded" end
   local count = last - first + 1
@@ -108,6 +108,10 @@ function M.cover(self, r, position)
   return load(self, r, have + 1, have + found, position)
 end
 
+--- Whether a waiting request may give its blocks back: what a fork holds under a policy
+-- that evicts would not be the same if it were computed again.
+function M.may_give_back(r) return not (r.is_fork and r.evicts) end
+
 --- A waiting request gives its blocks back and starts again.
 function M.give_back(self, r)
   if r.prefetch_task then
@@ -117,7 +121,7 @@ function M.give_back(self, r)
     r.prefetch_task = nil
   end
   if r.seq then self.prefix:close(r.seq) end
-  r.seq, r.prefetch_ready, r.is_fork = nil, false, false
+  r.seq, r.prefetch_ready, r.is_fork, r.continues = nil, false, false, false
   r.blocks_shared, r.blocks_loaded, r.num_computed_tokens = 0, 0, 0
 end
 
@@ -125,7 +129,7 @@ end
 function M.give_back_last(self, keep)
   for i = #self.waiting, keep + 1, -1 do
     local r = self.waiting[i]
-    if r.seq and r.seq:length() > 0 then
+    if r.seq and r.seq:length() > 0 and M.may_give_back(r) then
       M.give_back(self, r)
       self.stats.given_back = self.stats.given_back + 1
       return true
@@ -146,15 +150,15 @@ end
 --- Prefetches for the waiting requests that the token budgets of the next prefetch_ahead
 -- steps will reach, as long as memory has room for all requests before them.
 function M.look_ahead(self)
-  local ahead, reserved = self.ahead_tokens, self.watermark + self.need + self.promised
+  local ahead = self.ahead_tokens
+  local reserved = self.watermark + self.need + self.promised + self.reserved
   for _, r in ipairs(self.running) do
     if not r:is_decoding() then ahead = ahead - (r.num_tokens - r.num_computed_tokens) end
   end
   self.window = 0
   for i, r in ipairs(self.waiting) do
     if ahead <= 0 then break end
-    local held = r.seq and r.seq:blocks() or 0
-    local need = self:blocks_for(r.num_tokens) - held
+    local need = self:pages_for(r.num_tokens) - (r.seq and r.seq:pages() or 0)
     if reserved + need > self.prefix:available() then break end
     if not r.prefetch_ready then
       local state = M.cover(self, r, i - 1)
@@ -164,7 +168,7 @@ function M.look_ahead(self)
     end
     self.window = i
     ahead = ahead - (r.num_tokens - r.seq:length())
-    reserved = reserved + self:blocks_for(r.num_tokens) - r.seq:blocks()
+    reserved = reserved + self:pages_for(r.num_tokens) - r.seq:pages()
   end
   self.window = math.max(1, self.window)
 end

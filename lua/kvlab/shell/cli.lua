@@ -256,12 +256,20 @@ function prepare.repl()
   return function() return require("kvlab.shell.repl").main() end
 end
 
+--- The model of a verb that takes one.
+local function model_of(verb)
+  if #options.args == 1 then return options.args[1] end
+  misuse("%s takes one model, a name, a folder or a GGUF file; given %s", verb,
+    #options.args == 0 and "none" or table.concat(options.args, " "))
+end
+
+function prepare.chat()
+  return require("kvlab.shell.chat").prepare(model_of "chat", options)
+end
+
 function prepare.serve()
-  if #options.args ~= 1 then
-    misuse("serve takes one model, a name, a folder or a GGUF file; given %s",
-      #options.args == 0 and "none" or table.concat(options.args, " "))
-  end
-  local work, problem = require("kvlab.shell.serve").prepare(options.args[1], options)
+  local name = model_of "serve"
+  local work, problem = require("kvlab.shell.serve").prepare(name, options)
   return work or misuse("%s", problem)
 end
 

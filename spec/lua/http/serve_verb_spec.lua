@@ -92,6 +92,19 @@ describe("kvlab serve", function()
     assert.truthy(text:find "stopping")
   end)
 
+  it("serves under a policy that evicts", function()
+    local folder = text_models.folder()
+    local port, pid = start { folder, "--policy=snapkv", "--set", "blocks=3", "--set",
+      "engine.blocks=32", "--dtype=f32", "--device=cpu", "--quiet" }
+    local o = { prompt = ("A few words. "):rep(8), max_tokens = 20, temperature = 0 }
+    local answer = ask(port, "POST", "/v1/completions", o)
+    assert.equal(200, answer.status, answer.body)
+    stop(pid)
+    local m = kv.model(folder, { device = "cpu", dtype = "f32" })
+    assert.equal(m:generate(o.prompt, { max_tokens = 20, policy = "snapkv",
+      blocks = 3 }).text, answer:json().choices[1].text)
+  end)
+
   it("answers with SmolLM2 what m:generate does, beside others #model", function()
     local policies = {
       { "quest", { ratio = 0.1 } }, { "full" }, { "streaming_blocks", { tokens = 64 } },

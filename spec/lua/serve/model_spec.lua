@@ -58,6 +58,69 @@ describe("kv.model", function()
     assert.same(full, answer {})
   end)
 
+  it("opens its engine anew for a policy that evicts, and goes back", function()
+    local m = open()
+    local text, engine = ("A few words. "):rep(10), m.engine
+    local function answer(o)
+      o.max_tokens, o.logprobs = 12, 1
+      return m:generate(text, o)
+    end
+    local full = answer {}
+    for _, name in ipairs { "tova", "snapkv", "streaming" } do
+      local direct = kv.generate(m.model:engine { blocks = 32, chunk = 64,
+        policy = kv.policy(name, { blocks = 3 }) }, text, { max_tokens = 12,
+        tokenizer = m.tokenizer, logprobs = 1 })
+      local got = answer { policy = name, blocks = 3 }
+      assert.same(direct, got)
+      assert.are_not.same(full, got)
+      assert.equal("head", m.engine.cache.tables)
+      assert.equal(m.engine.cache.pages, m.engine.cache:pages_free())
+    end
+    assert.same(full, answer {})
+    assert.equal("one", m.engine.cache.tables)
+    assert.are_not.equal(engine, m.engine)
+    assert.equal(32, engine.cache:blocks_free()) -- whoever has the old one can use it
+    local text_of = m:generate("Hello", { max_tokens = 500, policy = "tova", blocks = 3,
+                                          ignore_eos = true })
+    assert.equal(500, #text_of.ids)
+  end)
+
+  it("keeps its engine where the one that an eviction needs cannot be opened", function()
+    local m = kv.model(folder, { device = "cpu", dtype = "f32",
+      engine = { blocks = 32, offload = { slots = 2 } } })
+    local text = m:generate("Hello", { max_tokens = 6 }).text
+    local ok, why = pcall(m.generate, m, "Hello", { policy = "tova" })
+    assert.is_false(ok)
+    assert.matches("tables by head do not go with KV in host memory", why)
+    assert.equal(text, m:generate("Hello", { max_tokens = 6 }).text)
+    m = kv.model(folder, { device = "cpu", dtype = "f32",
+                           engine = { blocks = 32, tables = "one" } })
+    ok, why = pcall(m.generate, m, "Hello", { policy = "tova" })
+    assert.is_false(ok)
+    assert.matches('does not go with tables = "one"', why)
+  end)
+
+  it("names a prompt and an answer that a policy that evicts has no room for", function()
+    local m = open()
+    local function refused(words, text, o)
+      local ok, why = pcall(m.generate, m, text, o)
+      assert.is_false(ok)
+      assert.truthy(why:find(words, 1, true), why)
+    end
+    refused("prompt 1 has 500 tokens, but the engine's cache of 128 pages has no room "
+      .. "for it and for what policy tova keeps of it", ("a"):rep(500),
+      { policy = "tova", blocks = 3 })
+    refused("has 400 tokens and max_tokens is 200, but the model's context is 512",
+      ("a"):rep(400), { policy = "tova", blocks = 3, max_tokens = 200 })
+    m = kv.model(folder, { device = "cpu", dtype = "f32", engine = { blocks = 20 } })
+    refused("prompt 1 has 200 tokens and max_tokens is 300, but the engine's cache has "
+      .. "room for 472 under policy snapkv", ("a"):rep(200),
+      { policy = "snapkv", blocks = 3, max_tokens = 300 })
+    assert.equal(273, #m:generate(("a"):rep(200), { policy = "snapkv", blocks = 3,
+                                                    max_tokens = 273,
+                                                    ignore_eos = true }).ids)
+  end)
+
   it("answers the same with drafts by a policy, and chats with them", function()
     local m = open()
     local DRAFT = { policy = "quest", ratio = 0.2, tokens = 3 }
@@ -141,6 +204,14 @@ describe("kv.model", function()
     assert.is_nil(m.engine.attention.probe) -- nobody watches any more
   end)
 
+  it("draws no map of a policy that evicts, which selects nothing", function()
+    local ok, why = pcall(open().selection_map, open(), "Hello", { policy = "tova",
+                                                                   blocks = 3 })
+    assert.is_false(ok)
+    assert.matches("selection_map: policy tova evicts tokens and reads all that it holds",
+      why)
+  end)
+
   it("names what is wrong, and blames the caller's line", function()
     local m = open()
     local function refused(words, o)
@@ -219,6 +290,28 @@ describe("a chat", function()
       ask(("%s repl --device=cpu <%s 2>&1"):format(quote(executable), quote(path))))
   end)
 
+  it("is a verb, which takes a policy that evicts", function()
+    local line = ("%s chat %s --device=cpu --dtype=f32 --policy=tova --set blocks=3 "
+      .. "--set engine.blocks=32 --set max_tokens=7 <%s 2>&1")
+    local path = temporary.path()
+    local file = assert(io.open(path, "w"))
+    file:write "Hello, you there!\nSo?\n"
+    file:close()
+    local written, m, at = {}, open(), 0
+    m:chat { max_tokens = 7, policy = "tova", blocks = 3,
+      read = function()
+        at = at + 1
+        written[#written + 1] = at > 1 and "\n" or ""
+        return ({ "Hello, you there!", "So?" })[at]
+      end,
+      on_text = function(text) written[#written + 1] = text end }
+    assert.equal(table.concat(written), ask(line:format(quote(executable), quote(folder),
+      quote(path))))
+    assert.matches('"polcy" is no option',
+      ask(("%s chat %s --set polcy=1 2>&1 </dev/null"):format(quote(executable),
+        quote(folder))))
+  end)
+
   it("gives back all blocks, and takes lines from a function", function()
     local script = temporary.path()
     local file = assert(io.open(script, "w"))
@@ -231,6 +324,68 @@ print(at, m.engine.cache:blocks_free())]])
     file:close()
     assert.matches("\n3\t32\n$",
       ask(("%s run --device=cpu %s 2>&1"):format(quote(executable), quote(script))))
+  end)
+
+  it("goes on from what a policy that evicts holds", function()
+    for _, name in ipairs { "tova", "snapkv" } do
+      local m, lines, at, turns, read = open(), { "Hello, you there!", "So?", "Bye" }, 0,
+        {}, 0
+      local engine = m:engine_for(kv.policy(name))
+      local batch = engine.prefill_batch
+      function engine.prefill_batch(self, seqs, counts, ...)
+        for _, n in ipairs(counts) do read = read + n end
+        return batch(self, seqs, counts, ...)
+      end
+      m:chat { max_tokens = 9, policy = name, blocks = 3,
+        read = function()
+          at = at + 1
+          turns[at] = { text = "" }
+          return lines[at]
+        end,
+        on_text = function(text, answer)
+          turns[at].text, turns[at].ids = turns[at].text .. text, answer.ids
+        end }
+      assert.equal(engine, m.engine)
+      assert.equal(engine.cache.pages, engine.cache:pages_free())
+
+      local e = m.model:engine { blocks = 32, chunk = 64,
+        policy = kv.policy(name, { blocks = 3 }) }
+      local seq, messages, before, newest, count = e:sequence(), {}, 0, {}, 0
+      for i, line in ipairs(lines) do
+        messages[#messages + 1] = { role = "user", content = line }
+        local _, ids = m.tokenizer:chat(messages, { add_generation_prompt = true })
+        -- of the answer, the last token is not in the sequence; the others are
+        local is_ended = newest[1] == m.tokenizer.eos
+        local rest = { unpack(newest) }
+        for t = before + (is_ended and 2 or 1), #ids do rest[#rest + 1] = ids[t] end
+        count = count + #rest
+        local answer = e:generate(seq, e:prefill(seq, rest), #turns[i].ids)
+        assert.same(answer, turns[i].ids)
+        messages[#messages + 1] = { role = "assistant", content = turns[i].text }
+        before, newest = #ids + #turns[i].text, { answer[#answer] }
+      end
+      assert.equal(count, read)
+      assert.is_true(seq:held(0, 0) < seq:length())
+      e.cache:close()
+    end
+  end)
+
+  it("reads a conversation anew whose answer does not stand in it", function()
+    local m, at, read = open(), 0, 0
+    local engine = m:engine_for(kv.policy "tova")
+    local batch = engine.prefill_batch
+    function engine.prefill_batch(self, seqs, counts, ...)
+      for _, n in ipairs(counts) do read = read + n end
+      return batch(self, seqs, counts, ...)
+    end
+    m.tokenizer.template = "{% for m in messages %}{% if m.role == 'user' %}"
+      .. "{{ m.content }}{% endif %}{% endfor %}{{ '<|im_start|>' }}"
+    m:chat { max_tokens = 5, policy = "tova", blocks = 3, read = function()
+      at = at + 1
+      return ({ "abc", "defg" })[at]
+    end }
+    assert.equal(4 + 8, read)
+    assert.equal(engine.cache.pages, engine.cache:pages_free())
   end)
 
   it("gives its variables to the template", function()
