@@ -572,7 +572,8 @@ int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
  * A row that sees no key gets out 0 and lse -inf.
  *
  * hook: NULL, or code that changes the scores before the softmax (kvl_code_open). Its
- * `hook_bytes` bytes of arguments are copied; it reads `hook_tensors_count` tensors.
+ * `hook_bytes` bytes of arguments are copied; it reads `hook_tensors_count` tensors. With
+ * hook_only_keeps it changes no score, and is there because scores are kept.
  *  scores     f32  [tokens, heads, max_blocks * block_size]  receives the scores that the
  *                  softmax saw, by the index of their key; places of keys that a row does
  *                  not see keep what they had, or not. NULL: they are not kept. A GPU keeps
@@ -587,6 +588,7 @@ typedef struct kvl_attention {
   const void *hook_arguments;
   kvl_tensor *const *hook_tensors;
   int32_t hook_bytes, hook_tensors_count;
+  int32_t hook_only_keeps, reserved;
 } kvl_attention;
 int kvl_paged_attention(const kvl_attention *call);
 

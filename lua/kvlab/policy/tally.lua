@@ -423,6 +423,7 @@ end
 --- Gives tokens that took the places of others the initial number, unless the layer's
 -- numbers were stored in this step since the tokens have their places.
 function Tally:admit(ctx)
+  layer_of(self, ctx)
   if self.admitted[ctx.layer] == ctx.step then return end
   local views = self.views
   views.zeros = views.zeros
@@ -434,8 +435,12 @@ end
 -- sequence, what each of them adds to the numbers that load read is added up.
 ---@param values? kvlab.Tensor  f32 [seqs, heads, width]
 function Tally:store(ctx, values)
-  if not ctx.is_rows then return update(self, ctx, values or self.values, false) end
   local numbers = layer_of(self, ctx)
+  if values and values.count ~= self.values.count then
+    options.fail(("store: values is [%s], expected [%s]"):format(
+      table.concat(values:dims(), ", "), table.concat(self.values:dims(), ", ")))
+  end
+  if not ctx.is_rows then return update(self, ctx, values or self.values, false) end
   if values then self.values:copy_(values) end
   join_rows(self, ctx, keep_stored(self, ctx), true)
   numbers:scatter_(self.views.places_flat, self.views.flat)
@@ -444,10 +449,11 @@ end
 --- Adds `more` to this layer's numbers.
 ---@param more kvlab.Tensor  f32 [seqs, heads or 1, width]
 function Tally:count(ctx, more)
+  local numbers = layer_of(self, ctx)
   if not ctx.is_rows and more.count == self.values.count then
     return update(self, ctx, more, true)
   end
-  read(self, ctx, layer_of(self, ctx)):add(more, self.values)
+  read(self, ctx, numbers):add(more, self.values)
   self:store(ctx)
 end
 

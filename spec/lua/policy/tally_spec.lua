@@ -55,6 +55,10 @@ local function check(dev)
     ctx = step(tally, { a }, 1)
     tally:store(ctx, kv.from(dev, "f32", { 1, 2, 1 }, { 5, 6 }))
     support.equal(tally:load(step(tally, { a }, 3)), { 5, 22, 13, 6, 27, 16 })
+    support.raises("store: values is [2, 2], expected [1, 2, 3]", tally.store, tally,
+      ctx, kv.full(dev, "f32", { 2, 2 }, 1))
+    support.raises("update_rows: values is i32 [2, 3], expected f32", tally.store, tally,
+      ctx, kv.full(dev, "i32", { 1, 2, 3 }, 1))
   end)
 
   it("is as it was after more sequences than it had room for", function()
