@@ -156,9 +156,10 @@ end
 --                    tokens that others replace, which are kept until the step is over
 -- and pages_held, pages_peak, pages_evicted, of the cache's `pages` of bytes_page each.
 -- Waits for the device if KV lies in host memory. A prefetch counts once its ticket was
--- found to be over. Store:get_block is given memory and no cache, so only Store:stats
--- counts what it reads. since: an earlier result, from which evictions and bytes moved
--- are counted then; the peak is since reset_peak.
+-- found to be over. Not counted are what Store:get_block reads, which is given memory and
+-- no cache (Store:stats has it), and copies in a graph that a script recorded by itself.
+-- since: an earlier result, from which evictions and bytes moved are counted then; the
+-- peak is since reset_peak.
 ---@param since? kvlab.CacheStats
 ---@return kvlab.CacheStats
 function Cache:stats(since)
