@@ -148,17 +148,19 @@ end
 --   bytes_evicted    of the pages that evictions gave back, less those that they took for
 --                    the tokens that stay. An eviction that is taken back does not count
 --   bytes_moved      the sum of the next three, since the cache was made
---   bytes_to_device  over the link to the device: by the ring, the hot cache, kernels
---                    that read host memory, and prefetches
+--   bytes_to_device  over the link to the device: by the ring, the hot cache, prefetches,
+--                    and ctx:attention_weights
 --   bytes_to_host    over the link to host memory
 --   bytes_copied     to other pages: shared blocks that a sequence writes to, forks where
 --                    tokens are evicted, tokens that stay after a prompt, and in decode
 --                    tokens that others replace, which are kept until the step is over
 -- and pages_held, pages_peak, pages_evicted, of the cache's `pages` of bytes_page each.
 -- Waits for the device if KV lies in host memory. A prefetch counts once its ticket was
--- found to be over. Store:get_block is given memory and no cache, so only Store:stats
--- counts what it reads. since: an earlier result, from which evictions and bytes moved
--- are counted then; the peak is since reset_peak.
+-- found to be over. Not counted are what Store:get_block reads, which is given memory and
+-- no cache (Store:stats has it), what scores read in host memory (a probe counts it), and
+-- copies in a graph that a script recorded by itself.
+-- since: an earlier result, from which evictions and bytes moved are counted then; the
+-- peak is since reset_peak.
 ---@param since? kvlab.CacheStats
 ---@return kvlab.CacheStats
 function Cache:stats(since)

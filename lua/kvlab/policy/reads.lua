@@ -18,9 +18,10 @@
 -- What is held and moved is counted in the same observed steps, too. Held are the tokens
 -- of the sequences' tables, in each layer and KV head, with the step's new ones. Moved
 -- are the bytes that cross the link or are copied (Cache:stats) from Attention:begin to
--- the end of the last layer. So a prompt's eviction and the copies that a fork needs are
--- not in it: they come before a step. What dense attention reads and holds in the same
--- steps, K and V of the whole texts, is the denominator of all three shares.
+-- the end of the last layer, and what scores read of K and V in host memory. So a
+-- prompt's eviction and the copies that a fork needs are not in it: they come before a
+-- step. What dense attention reads and holds in the same steps, K and V of the whole
+-- texts, is the denominator of all three shares.
 local M = {}
 
 ---@class kvlab.Reads
@@ -37,6 +38,7 @@ local M = {}
 ---@field held number        tokens that the observed steps held, over layers and KV heads
 ---@field texts number       that dense attention holds in the same steps
 ---@field moved number       bytes that the observed steps moved
+---@field crossed number     bytes of the present layer that were read in host memory
 ---@field before table|nil   the cache's stats when the observed step began
 local Reads = {}
 Reads.__index = Reads
@@ -50,7 +52,7 @@ function M.new(shape, cache)
     page = shape.block_size * cache:bytes_token(), held = 0, texts = 0, moved = 0,
     scored = 0, scored_all = 0, steps = 0, attended = 0, attended_all = 0, observed = 0,
     blocks = 0, blocks_all = 0, blocks_layer = 0, rows = 0,
-    of_layer = 0, has_keys = false, has_values = false, owned = {} }, Reads)
+    crossed = 0, of_layer = 0, has_keys = false, has_values = false, owned = {} }, Reads)
 end
 
 --- The blocks of the texts of a step's sequences, over KV heads, which dense attention
@@ -78,6 +80,7 @@ end
 -- replayed the step before, its layers never ended, and no observer saw them.
 function Reads:forget()
   self.of_layer, self.blocks_layer, self.has_keys, self.has_values = 0, 0, false, false
+  self.crossed = 0
   for p in pairs(self.owned) do self.owned[p] = nil end
 end
 
@@ -92,6 +95,7 @@ local function end_observed(self, ctx)
     self.texts = self.texts + length
     self.held = self.held + (by_layer and ctx:held(ctx.layer, i - 1) or length)
   end
+  self.moved = self.moved + self.crossed
   if self.before and ctx.layer == self.shape.layers - 1 then
     self.moved = self.moved + self.cache:stats(self.before).bytes_moved
     self.before = nil
@@ -133,16 +137,24 @@ function Reads:entries(ctx, entries)
   self:each_block(ctx, entries:bytes() / (entries:size(0) * self.shape.kv_heads))
 end
 
+--- Counts half of all blocks of a step's sequences, keys or values, that a kernel reads
+-- where the cache has them. If that is host memory, they cross the link.
+function Reads:half(ctx)
+  local bytes = self.page / 2 * blocks_of(self, ctx)
+  self:add(bytes)
+  if not self.cache.tier.is_resident then self.crossed = self.crossed + bytes end
+end
+
 --- Counts the keys of all blocks of a step's sequences, which the layer's blocks are
 -- scored by.
 function Reads:keys(ctx)
-  self:each_block(ctx, self.page / 2)
+  self:half(ctx)
   self.has_keys = true
 end
 
 --- Counts the values of all blocks of a step's sequences.
 function Reads:values(ctx)
-  self:each_block(ctx, self.page / 2)
+  self:half(ctx)
   self.has_values = true
 end
 

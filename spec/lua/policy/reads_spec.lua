@@ -183,6 +183,20 @@ describe("what a step holds and moves", function()
       { blocks = 5, min_blocks = 0, sink = 1, recent = 2 }), { hot_slots = 128 }))
   end)
 
+  it("has what scores read in host memory", function()
+    local o, offload = { blocks = 5, min_blocks = 0, sink = 1, recent = 2 }, { slots = 2 }
+    local token, open = 1 / SIZE, 1
+    local function moved(policy) return shares(policy, offload)[2] * BLOCKS end
+    -- all keys; and of the selected blocks, among which is the open one, K and V
+    assert.near(BLOCKS / 2 + 5 - open + token, moved(kv.policy("oracle", o)), 1e-9)
+    assert.near(BLOCKS + 5 - open + token, moved(kv.policy("mass_oracle", o)), 1e-9)
+    for _, operand in ipairs { "k", "v" } do
+      local policy = kv.policy.define { name = "by_expression", decode = true,
+        own_bytes = 0, defaults = o, score = kv.expr[operand]:max "dim":max "token" }
+      assert.near(BLOCKS / 2 + 5 - open + token, moved(policy()), 1e-9, operand)
+    end
+  end)
+
   it("is what an eviction leaves, and the token that makes way", function()
     for _, tables in ipairs { "layer", "head" } do
       local engine = tiny.attentive(cpu):engine { tables = tables, blocks = 40,
