@@ -36,7 +36,9 @@ local C, check = library.C, library.check
 local M = {}
 
 local NO_CAP = 2 ^ 31 - 1 -- of the tokens that are held
-local LONGEST = 2 ^ 24    -- text whose positions f32 tells apart
+
+--- The longest text, in tokens, whose positions f32 tells apart.
+M.LONGEST = 2 ^ 24
 
 -- Below every number of a worth that is finite.
 local LOWEST = -3e38
@@ -295,9 +297,9 @@ local function take_sequences(self, batch)
       options.fail(("begin: sequence %d has %d tokens that policy %s has not seen, "
         .. "expected a prompt that it saw from its first token"):format(i,
         length - batch.batch.counts[i], self.policy.name))
-    elseif length > LONGEST then
+    elseif length > M.LONGEST then
       options.fail(("begin: sequence %d has %d tokens, expected at most %d where tokens "
-        .. "are evicted"):format(i, length, LONGEST))
+        .. "are evicted"):format(i, length, M.LONGEST))
     end
     seq.evictor = self
   end

@@ -77,18 +77,15 @@ end
 
 --- Answers ids. The talk holds what the answer has computed, as far as it came.
 local function generated(talk, ids, o)
-  local server, held = talk.server, talk.held
+  local server, last = talk.server, talk.job
   if not talk.holds then return generate.generate(server, ids, o) end
+  local held = last and (last.running or last.from)
+  held = held and server.holding[held] and held or nil
   local tokens, from = continued(talk.tokenizer, held, ids)
-  if held and not from then
-    talk.held = nil
-    server:cancel(held)
-  end
+  if held and not from then server:cancel(held) end
   local job = generate.job(server.executor.engine, tokens, o, 1, nil, from)
-  job.request.hold = true
-  local ok, why = pcall(generate.run, server, { job })
-  if job.running and server.holding[job.running] then talk.held = job.running end
-  if not ok then error(why, 0) end
+  job.request.hold, talk.job = true, job
+  generate.run(server, { job })
   return job.answer
 end
 

@@ -6,6 +6,7 @@
 --   print(answer.text, answer.finish_reason)
 local arguments = require "kvlab.arguments"
 local draft = require "kvlab.serve.draft"
+local evictor = require "kvlab.policy.evictor"
 local options = require "kvlab.options"
 local pages = require "kvlab.serve.pages"
 local sampler = require "kvlab.serve.sampler"
@@ -93,16 +94,15 @@ local function tokens_of(given, o, i, vocab)
   return given
 end
 
-local LONGEST = 2 ^ 24 -- text of a model that says nothing about its context
-
 --- The same under a policy that evicts: the text may be longer than the cache.
 local function room_evicting(engine, attention, seq, count)
   local context, name = engine.model.config.context, attention.decode_policy.name
-  local most = math.min(context or LONGEST, LONGEST) - count
+  local most = math.min(context or math.huge, evictor.LONGEST) - count
   local room = pages.room(engine, attention, seq, count - (seq and seq:length() or 0),
     most)
   if most < 0 or room == most then
-    return most + 1, ("the model's context is %d"):format(count + most)
+    return most + 1, (context == count + most and "the model's context is %d"
+      or "tokens are evicted from texts of at most %d"):format(count + most)
   elseif room < 0 then
     return 0, ("the engine's cache of %d pages has no room for it and for what policy %s "
       .. "keeps of it"):format(engine.cache.pages, name)

@@ -85,16 +85,31 @@ local function left_of(r)
   return math.max(0, most - (r.seq and r.seq:pages() or 0))
 end
 
---- How many pages are neither taken nor reserved. Of reservations, it counts those of the
--- requests that run, that go on from pages that they hold, and those of `arriving`.
+--- How many pages are neither taken nor reserved, nor wanted by requests that will
+-- reserve them when they are admitted.
 ---@param arriving kvlab.Request[]
+---@param is_for_fork? boolean  without those that wait: a fork reserves before they do
 ---@return integer
-function Scheduler:pages_left(arriving)
-  local room = self.prefix:available()
+function Scheduler:pages_left(arriving, is_for_fork)
+  local left = self.prefix:available()
   for _, list in ipairs { self.running, self.waiting, arriving } do
-    for _, r in ipairs(list) do room = room - left_of(r) end
+    for _, r in ipairs(list) do
+      if list == self.running or r.is_fork or not is_for_fork then
+        left = left - left_of(r)
+      end
+    end
   end
-  return room
+  return left
+end
+
+--- How many requests at the head of the queue have reserved already: forks, and those
+-- that go on from what another one held. They go first, so that nobody waits for their
+-- pages.
+local function reserving(self)
+  local n = 0
+  while self.waiting[n + 1] and self.waiting[n + 1].is_fork
+    and self.waiting[n + 1].claim do n = n + 1 end
+  return n
 end
 
 -- ---- a step ---------------------------------------------------------------------------
@@ -128,7 +143,7 @@ local function preempt(self, index)
   waiting.give_back(self, r)
   r.state, r.shares_last, r.store_end = "waiting", false, math.huge
   r.preemptions = r.preemptions + 1
-  table.insert(self.waiting, 1, r)
+  table.insert(self.waiting, reserving(self) + 1, r)
   self.stats.preemptions = self.stats.preemptions + 1
   if not ok then error(why, 0) end
 end
@@ -347,8 +362,8 @@ function Scheduler:schedule()
     for i = #plan.prefill, 1, -1 do plan.prefill[i] = nil end
     self.need, self.promised, self.reserved = 0, 0, 0
     for _, r in ipairs(self.running) do self.reserved = self.reserved + left_of(r) end
-    for _, r in ipairs(self.waiting) do
-      if r.is_fork then self.reserved = self.reserved + left_of(r) end
+    for i = 1, reserving(self) do
+      self.reserved = self.reserved + left_of(self.waiting[i])
     end
     local untroubled = continue_running(self)
     if untroubled then
@@ -370,8 +385,8 @@ function Scheduler:enqueue(r)
     local key = r.block_hashes[i]
     self.uses[key] = (self.uses[key] or 0) + 1
   end
-  -- what reserves already goes first, so that nobody waits for it in vain
-  table.insert(self.waiting, r.is_fork and r.claim and 1 or #self.waiting + 1, r)
+  local has_reserved = r.is_fork and r.claim
+  table.insert(self.waiting, (has_reserved and reserving(self) or #self.waiting) + 1, r)
 end
 
 --- Lets other requests share the full blocks of a request, or only those of its prompt if

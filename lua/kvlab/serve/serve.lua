@@ -21,6 +21,7 @@
 local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
 local draft = require "kvlab.serve.draft"
+local evictor = require "kvlab.policy.evictor"
 local options = require "kvlab.options"
 local pages = require "kvlab.serve.pages"
 local protected = require "kvlab.protected"
@@ -118,7 +119,12 @@ local function pages_of(self, r, seq)
   local new = r.num_tokens - (seq and seq:length() or 0)
   local needed = pages.needed(memory, r.attention, seq, decoded and 0 or new,
     (decoded and new or 0) + r.max_tokens - 1, decoded and r.read_length or nil)
-  local most = self.executor.max_blocks or memory.blocks
+  local most, length = self.executor.max_blocks or memory.blocks,
+    r.num_tokens + r.max_tokens - 1
+  if r.evicts and length > evictor.LONGEST then
+    return nil, ("%d tokens are more than %d, the longest text that is evicted from")
+      :format(length, evictor.LONGEST)
+  end
   local of_request = ("%d tokens and %d to come need"):format(r.num_tokens, r.max_tokens)
   if needed.widest > most then
     return nil, ("%s %d blocks, there are %d"):format(of_request, needed.widest, most)
@@ -129,8 +135,8 @@ local function pages_of(self, r, seq)
   return needed
 end
 
---- How many pages of the cache are neither taken nor reserved by requests: one that needs
--- no more can be admitted at once, if all requests reserve.
+--- How many pages of the cache are neither taken nor reserved by requests, nor wanted by
+-- those that wait. If all requests reserve, one that needs no more can be admitted.
 ---@return integer
 function Server:pages_left() return self.scheduler:pages_left(self.arriving) end
 
@@ -276,10 +282,10 @@ function Server:fork(parent, given)
   if extra == 0 then r.read_length = parent.read_length end -- the rest is decoded
   local needed, why = pages_of(self, r, parent.seq)
   if not needed then error("fork: " .. why, 2) end
-  local room = r.evicts and self:pages_left() or math.huge
-  if needed.prompt > room then
+  local left = r.evicts and self.scheduler:pages_left(self.arriving, true) or math.huge
+  if needed.prompt > left then
     error(("fork: the request may need %d pages, and %d are neither taken nor reserved")
-      :format(needed.prompt, room), 2)
+      :format(needed.prompt, left), 2)
   end
   r.seq, r.is_fork = parent.seq:fork(), true
   if r.seq:length() >= parent.num_tokens then -- the rest of an accepted draft

@@ -5,6 +5,7 @@ local processes = require "spec.processes"
 local temporary = require "spec.temporary"
 local text_models = require "spec.text_models"
 
+local C = kv.C
 local executable = kv.paths.executable or kv.paths.library_dir .. "/kvlab"
 local folder = text_models.folder()
 
@@ -344,7 +345,9 @@ print(at, m.engine.cache:blocks_free())]])
         end,
         on_text = function(text, answer)
           turns[at].text, turns[at].ids = turns[at].text .. text, answer.ids
+          if at == 2 and #answer.ids == 3 then C.kvl_interrupt(1) end -- Ctrl-C
         end }
+      assert.equal(3, #turns[2].ids)
       assert.equal(engine, m.engine)
       assert.equal(engine.cache.pages, engine.cache:pages_free())
 
