@@ -110,11 +110,10 @@ return kv.policy.define {
     local goes_on = (at - at / self.window * self.window):gt(0)
     local votes = self.votes:load(ctx)
     goes_on:expand(votes:dims()):where(votes, 0, votes)
-    self.votes:count(ctx, self.emitted.newest)
-    self.worth:load(ctx)
-    self.worth:store(ctx) -- the new token's
+      :add(self.emitted.newest, votes)
+    self.votes:store(ctx)
   end,
-  evict = function(self, ctx) return self.worth:load(ctx) end,
+  evict = function(self) return self.worth end,
   reset = function(self)
     self.worth:reset()
     self.votes:reset()
