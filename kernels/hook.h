@@ -22,6 +22,7 @@ struct kvl_hooked_attention_args {
    * of their key; -inf for a key that the hook hides. The place of a key that the row does not
    * see (not selected, outside of the window, after the row) is written or left as it is. */
   float *scores;
+  int32_t only_keeps; /* the hook changes no score */
   uint64_t arguments[KVL_HOOK_ARGUMENTS_MAX / 8];
 };
 

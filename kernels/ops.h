@@ -56,6 +56,7 @@
   X(hot_drop)          \
   X(copy_tokens)       \
   X(replace)           \
+  X(update_rows)       \
   X(scatter_scores)    \
   X(vllm_append)       \
   X(vllm_attention)    \

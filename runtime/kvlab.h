@@ -372,6 +372,18 @@ int kvl_pool_open(int blocks, int block_size, int watermark, kvl_pool **out);
 /* Closes the caller's handle. Sequences of the pool keep it alive. */
 void kvl_pool_close(kvl_pool *pool);
 int kvl_pool_blocks_free(const kvl_pool *pool);
+
+/* What steps that fail take and give back counts in blocks_peak; an eviction that is taken
+ * back does not count in blocks_evicted. */
+typedef struct kvl_pool_stats {
+  int64_t blocks_held;    /* now */
+  int64_t blocks_peak;    /* the most at once, since open or kvl_pool_reset_peak */
+  int64_t blocks_evicted; /* that evictions gave back, less those that they took */
+} kvl_pool_stats;
+int kvl_pool_stats_get(const kvl_pool *pool, kvl_pool_stats *out);
+/* blocks_peak begins again with what is held now. */
+int kvl_pool_reset_peak(kvl_pool *pool);
+
 /* The number of references to a block. Errors: INVALID if the block is out of range. */
 int kvl_pool_block_refs(const kvl_pool *pool, int block);
 /* Adds (hold) or drops (release) one reference to a block that is not free. A cache of
@@ -560,7 +572,8 @@ int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
  * A row that sees no key gets out 0 and lse -inf.
  *
  * hook: NULL, or code that changes the scores before the softmax (kvl_code_open). Its
- * `hook_bytes` bytes of arguments are copied; it reads `hook_tensors_count` tensors.
+ * `hook_bytes` bytes of arguments are copied; it reads `hook_tensors_count` tensors. With
+ * hook_only_keeps it changes no score, and is there because scores are kept.
  *  scores     f32  [tokens, heads, max_blocks * block_size]  receives the scores that the
  *                  softmax saw, by the index of their key; places of keys that a row does
  *                  not see keep what they had, or not. NULL: they are not kept. A GPU keeps
@@ -575,6 +588,7 @@ typedef struct kvl_attention {
   const void *hook_arguments;
   kvl_tensor *const *hook_tensors;
   int32_t hook_bytes, hook_tensors_count;
+  int32_t hook_only_keeps, reserved;
 } kvl_attention;
 int kvl_paged_attention(const kvl_attention *call);
 
@@ -717,6 +731,8 @@ int kvl_copy_tokens(const kvl_tensor *src, const kvl_tensor *from, const kvl_ten
  * positions below `sink` and the newest `recent`, the new one included, stay as long as there
  * are others.
  *  scores        f32  [rows, n]  NULL: the positions, so that the oldest token goes
+ *  score_firsts  i32  [rows, 1]  NULL, or scores is [1, n], and those of row r begin at
+ *                                 score_firsts[r]
  *  positions     f32  [1, cells]  those of row r begin at firsts[r]. Changed: that of the new
  *                                 token is written
  *  firsts        i32  [rows, 1]
@@ -727,14 +743,31 @@ int kvl_copy_tokens(const kvl_tensor *src, const kvl_tensor *from, const kvl_ten
  *  replaced      f32  [rows]      the position that stood there before
  *  places        i64  [rows]
  *  blocks        i32  [rows]      the block that the new token lies in
- *  block_tokens  i32  [rows]      valid tokens in it */
+ *  block_tokens  i32  [rows]      valid tokens in it
+ *  cache, saved  like a cache, or as format says; saved may be NULL. The token that stood at
+ *                places[r] is copied to token r of saved, as kvl_copy_tokens does */
 typedef struct kvl_replacement {
-  const kvl_tensor *scores, *positions, *firsts, *tables, *lens, *now, *wanted;
-  const kvl_tensor *index, *replaced, *places, *blocks, *block_tokens;
+  const kvl_tensor *scores, *score_firsts, *positions, *firsts, *tables, *lens, *now;
+  const kvl_tensor *wanted, *index, *replaced, *places, *blocks, *block_tokens;
+  const kvl_tensor *cache, *saved;
+  const kvl_format *format;
   int32_t block_size, sink, recent;
   int32_t reserved;
 } kvl_replacement;
 int kvl_replace(const kvl_replacement *call);
+
+/* Sets rows of numbers in a memory, or adds to them, and keeps what stood there: before[r][i] =
+ * memory[firsts[r] + i], which becomes values[r][i] or, with is_add, the sum of both. A number
+ * that lies outside of the memory is skipped. No two rows may overlap.
+ *  memory  f32  [1, cells]
+ *  firsts  i32  [rows, 1]
+ *  values  f32  [rows, n]
+ *  fresh   i32  [rows, 1]  NULL, or with is_add: memory[firsts[r] + fresh[r]] counts as
+ *                          `initial` in the sum, whatever it is; -1 for none
+ *  before  f32  [rows, n]  NULL: nothing is kept */
+int kvl_update_rows(const kvl_tensor *memory, const kvl_tensor *firsts,
+                    const kvl_tensor *values, int is_add, const kvl_tensor *fresh,
+                    double initial, const kvl_tensor *before);
 
 /* ---- index-K: what a lightning indexer scores with ------------------------------------- */
 /* An indexer scores every token by one small key that all of the indexer's heads share;

@@ -167,6 +167,7 @@ M.MAKERS = {
   ["kernel/expression/expression expression"] = function(w) return w.any_expression() end,
   ["kernel/run/show expression"] = function(w) return w.any_expression() end,
   ["kernel/run/source Source"] = of "source",
+  ["policy/queries Queries"] = function(w) return w.queries end,
   ["policy/tally Tally"] = function(w) return w.tally end,
   ["tensor/safetensors File"] = of "file", ["tensor/gguf File"] = of "gguf",
   ["memory/prefetch Ticket"] = of "ticket",
@@ -231,7 +232,7 @@ function M.new(rng)
   for layer = 0, 1 do w.attention:forward(layer, q, k, k) end
   local shape = w.attention.shape
   w.summary, w.hashes = kv.summary.minmax(shape), kv.hash.summary(shape, { bits = 64 })
-  w.tally = kv.tally(shape, 2, 0)
+  w.tally, w.queries = kv.tally(shape, 2, 0), kv.queries(shape, 4)
   w.store = kv.store("memory:", { block_size = 16, model = "m" })
   w.prefetch = kv.prefetch { store = w.store, device = dev, prefetch_workers = 1 }
   w.stream, w.event = dev:open_stream(), dev:open_event()

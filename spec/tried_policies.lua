@@ -33,10 +33,15 @@ function M.names(phase)
   return names
 end
 
---- The names of the policies to try that evict tokens.
+--- The names of the policies to try that evict tokens. Without duo, which needs to know a
+-- model's heads; it has a spec of its own.
 ---@return string[]
 function M.evicting()
-  if not M.own then return kv.policy.names "evict" end
+  local names = {}
+  for _, name in ipairs(kv.policy.names "evict") do
+    if name ~= "duo" then names[#names + 1] = name end
+  end
+  if not M.own then return names end
   return kv.policy(M.own).evict and { M.own } or {}
 end
 

@@ -29,7 +29,7 @@ local CHAPTERS = {
     "kvlab/memory/store", "kvlab/memory/prefetch" } },
   { "Policies and attention", { "kvlab/policy/policy", "kvlab/policy/attention",
     "kvlab/policy/context", "kvlab/policy/summary", "kvlab/policy/hash",
-    "kvlab/policy/tally", "kvlab/policy/sampling", "kvlab/policy/split",
+    "kvlab/policy/tally", "kvlab/policy/queries", "kvlab/policy/sampling", "kvlab/policy/split",
     "kvlab/policy/budget", "kvlab/policy/eviction", "kvlab/policy/reload" } },
   { "Kernels from Lua", { "kvlab/kernel/expression/expression",
     "kvlab/kernel/run/kernel",

@@ -31,12 +31,13 @@
 -- (lua/splits), which is then their mean. memory: resident (KV on the device), ring or
 -- hot (KV in host memory, read through a ring or a hot cache); all of them give the same
 -- accuracies. tables: of the cache where a policy evicts, by layer or by head. held_share
--- is the share of the context's tokens that is held. format: f32, f16, bf16, f8e4m3 or
--- int8 is what K and V are kept in.
+-- and moved_share are what is held and moved (docs/experiments.md); --over=held_share
+-- shows one of them in the place of bytes_share. format: f32, f16, bf16, f8e4m3 or int8
+-- is what K and V are kept in.
+local costs = require "kvlab.experiment.costs"
 local kv = require "kvlab"
 local exam = require "models.recall.exam"
 
-local READ = "bytes read, as a share of all of K and V"
 
 --- Returns the cache's `offload` options for a kind of memory.
 local function offload_of(memory, slots)
@@ -79,7 +80,7 @@ local function run(config)
   metrics.note = kv.policy.note(policy,
     math.ceil(config.context / config.block_size), config.block_size)
   metrics.accuracy, metrics.step_us = accuracy, step_us
-  metrics.held_share = sitting:held_share()
+  costs.add(metrics, metrics, sitting:stats())
   return metrics
 end
 
@@ -99,7 +100,8 @@ kv.experiment.run {
   proportions = { accuracy = "questions", "attention_mass", "bytes_share",
                   "held_share" },
   metrics = { "accuracy", "attention_mass", "output_error", "blocks_read", "bytes_read",
-              "bytes_share", "held_share", "step_us", "questions" },
+              "bytes_share", "held_share", "moved_share", "bytes_peak", "bytes_evicted",
+              "bytes_moved", "step_us", "questions" },
   check = check, run = run,
   table = {
     { rows = "policy", columns = "budget", value = "accuracy", beside = "bytes_share",
@@ -109,11 +111,11 @@ kv.experiment.run {
   },
   plot = {
     { x = "bytes_share", y = "accuracy", series = "policy", panel = "context",
-      logx = true, front = true, xlabel = READ, ylabel = "exact-match accuracy",
-      title = "Recall model: accuracy over the bytes that a policy reads" },
+      logx = true, front = true, ylabel = "exact-match accuracy",
+      title = "Recall model: accuracy over {over}" },
     { x = "bytes_share", y = "output_error", series = "policy", panel = "context",
-      logx = true, xlabel = READ, ylabel = "relative error of the output",
-      title = "Recall model: error of attention over the bytes that a policy reads" },
+      logx = true, ylabel = "relative error of the output",
+      title = "Recall model: error of attention over {over}" },
     { x = "budget", y = "accuracy", series = "policy", panel = "context", logx = true,
       xlabel = "budget asked for", ylabel = "exact-match accuracy",
       title = "Recall model: accuracy by the budget that a policy is given" },

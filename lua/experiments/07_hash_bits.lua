@@ -12,6 +12,7 @@
 --                                                [--set question=prompt]
 --
 -- question: how a question is asked, see lua/models/recall/exam.lua.
+local costs = require "kvlab.experiment.costs"
 local exam = require "models.recall.exam"
 local kv = require "kvlab"
 
@@ -36,12 +37,14 @@ end
 -- this after each decoded layer, see probe.lua.
 function Overlap:observe(attention, ctx, selection, counts, tokens, out)
   self.probe:observe(attention, ctx, selection, counts, tokens, out)
+  local reads = ctx.reads
+  ctx.reads = nil -- what is read here is not the policy's
   kv.scope(function()
     local heads = attention.shape.kv_heads
     local scores = kv.ops.score_max_qk(ctx.query, ctx)
     local best = kv.tensor(ctx.device, "i32",
       { ctx.seqs, heads, selection:size(2) })
-    kv.ops.select(scores, ctx.lens, ctx.block_size, attention.policy.budget, best)
+    kv.ops.select(scores, ctx.lens, ctx.block_size, attention.decode_policy.budget, best)
     local chosen, want, lens = rows_of(selection), rows_of(best), ctx.lens:list()
     for i, row in ipairs(want) do
       local blocks = math.ceil(lens[math.ceil(i / heads)] / ctx.block_size)
@@ -55,6 +58,7 @@ function Overlap:observe(attention, ctx, selection, counts, tokens, out)
       end
     end
   end)
+  ctx.reads = reads
 end
 
 local function overlap(attention)
@@ -79,13 +83,12 @@ local function run(config)
   }, exam.open)
   local policy = policy_of(config)
   local accuracy, step_us, found = sitting:ask(policy, overlap)
-  return { accuracy = accuracy, step_us = step_us,
-           questions = sitting.questions * config.prompts,
-           block_recall = found.wanted > 0 and found.found / found.wanted or 1,
-           bytes_share = found.probe:metrics().bytes_share,
-           bytes_block = policy.hashes:bytes_block(),
-           note = kv.policy.note(policy,
-             math.ceil(config.context / config.block_size), config.block_size) }
+  return costs.add({ accuracy = accuracy, step_us = step_us,
+    questions = sitting.questions * config.prompts,
+    block_recall = found.wanted > 0 and found.found / found.wanted or 1,
+    bytes_block = policy.hashes and policy.hashes:bytes_block() or 0 / 0,
+    note = kv.policy.note(policy, math.ceil(config.context / config.block_size),
+      config.block_size) }, found.probe:metrics())
 end
 
 kv.experiment.run {
@@ -104,9 +107,9 @@ kv.experiment.run {
     return not OTHERS[config.hash_of]
       or (config.bits == 64 and config.planes == "orthogonal")
   end,
-  metrics = { "accuracy", "block_recall", "bytes_block", "bytes_share", "step_us",
-              "questions" },
-  proportions = { accuracy = "questions", "block_recall", "bytes_share" },
+  metrics = { "accuracy", "block_recall", "bytes_block", "bytes_share", "held_share",
+              "moved_share", "step_us", "questions" },
+  proportions = { accuracy = "questions", "block_recall", "bytes_share", "held_share" },
   run = run,
   table = {
     { rows = "bits", columns = "budget", value = "accuracy", beside = "bytes_share",

@@ -9,6 +9,7 @@
 -- brackets what the policy read, bytes_share (01_recall).
 --
 --   ./kvlab run lua/experiments/11_nsa_recall.lua [--device=cuda] [--set prompts=4]
+local costs = require "kvlab.experiment.costs"
 local exam = require "models.recall.exam"
 local kv = require "kvlab"
 
@@ -34,17 +35,13 @@ local function exact_attention(attention, ctx, seq, columns, length)
     :softmax(s.scale):sum(0):reshape { 1, columns }
 end
 
---- Returns the indices that are selected for sequence seq (counted from 0), as the keys
--- of a table, and their number.
-local function selected(ctx, seq, list, length, by_block)
-  local taken, count, size = {}, 0, ctx.block_size
-  local table_row, block_of = ctx.sequences[seq + 1]:table(), {}
-  for b, physical in ipairs(table_row) do block_of[physical] = b - 1 end
+--- Returns the indices of the tokens that a list of blocks of `size` tokens selects, as
+-- the keys of a table, and their number.
+local function selected(list, length, size)
+  local taken, count = {}, 0
   for _, x in ipairs(list) do
-    local first = by_block and x * size or block_of[math.floor(x / size)]
     if x >= 0 then
-      first = by_block and first or first * size + x % size
-      for t = first, math.min(by_block and first + size or first + 1, length) - 1 do
+      for t = x * size, math.min((x + 1) * size, length) - 1 do
         taken[t], count = true, count + 1
       end
     end
@@ -59,7 +56,8 @@ function Observer:observe(attention, ctx, selection, counts, tokens, out)
   for seq = 0, ctx.seqs - 1 do
     kv.scope(function()
       local list = tokens and tokens:index(seq) or selection:index(seq):index(0)
-      local taken, k = selected(ctx, seq, list:list(), lens[seq + 1], not tokens)
+      local taken, k = selected(list:list(), lens[seq + 1],
+        tokens and 1 or ctx.block_size)
       local columns = math.ceil(lens[seq + 1] / ctx.block_size) * ctx.block_size
       local _, best = exact_attention(attention, ctx, seq, columns, lens[seq + 1])
         :topk(math.min(k, columns))
@@ -89,12 +87,13 @@ local function run(config)
     seed = config.seed })
   local accuracy, step_us, found = sitting:ask(policy, observer)
   local metrics = found.probe:metrics()
-  return { accuracy = accuracy, token_recall = found.found / math.max(found.wanted, 1),
-           attention_mass = metrics.attention_mass, output_error = metrics.output_error,
-           bytes_read = metrics.bytes_read, bytes_share = metrics.bytes_share,
-           step_us = step_us, questions = sitting.questions * config.prompts,
-           note = kv.policy.note(policy,
-             math.ceil(config.context / config.block_size), config.block_size) }
+  return costs.add({ accuracy = accuracy,
+    token_recall = found.found / math.max(found.wanted, 1),
+    attention_mass = metrics.attention_mass, output_error = metrics.output_error,
+    bytes_read = metrics.bytes_read, step_us = step_us,
+    questions = sitting.questions * config.prompts,
+    note = kv.policy.note(policy,
+      math.ceil(config.context / config.block_size), config.block_size) }, metrics)
 end
 
 local function table_of(value, index, granularity)
@@ -129,9 +128,9 @@ kv.experiment.run {
       and (config.bits == 8 or config.granularity == "token" and config.index_dim == 128)
   end,
   metrics = { "accuracy", "token_recall", "attention_mass", "output_error", "bytes_read",
-              "bytes_share", "step_us", "questions" },
+              "bytes_share", "held_share", "moved_share", "step_us", "questions" },
   proportions = { accuracy = "questions", "token_recall", "attention_mass",
-                  "bytes_share" },
+                  "bytes_share", "held_share" },
   run = run,
   table = { table_of("accuracy", "key", "token"),
             table_of("accuracy", "random", "token"),

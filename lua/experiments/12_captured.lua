@@ -4,8 +4,11 @@
 -- (docs/capture.md), are replayed without the model. The last tokens of the text are
 -- decoded under each policy. Each layer's output is compared with dense attention
 -- (output_error, attention_mass) and with the model's own output (model_error). Policies
--- that watch the prompt (h2o_blocks, snapkv_blocks) get its queries too. Tables show in
--- brackets what was read, bytes_share (01_recall), and pictures have it on the x axis.
+-- that watch the prompt (h2o_blocks, snapkv_blocks) get its queries too, and so do those
+-- that evict tokens of it for good (tova, snapkv): what dense attention would give is not
+-- known of these, so model_error alone says what they lose. Tables show in brackets what
+-- was read, bytes_share, and pictures have it on the x axis; --over=held_share shows what
+-- was held (docs/experiments.md).
 --
 --   ./kvlab run lua/experiments/12_captured.lua --set capture=FOLDER [--device=cuda]
 --                                               [--set decode=128] [--set block_size=32]
@@ -13,8 +16,6 @@
 -- The default capture has 320 tokens of a model with random weights (spec/data/capture).
 -- It only serves as a test, because such a model attends about equally to everything.
 local kv = require "kvlab"
-
-local READ = "bytes read, as a share of all of K and V"
 
 --- Opens the capture and prints its shape.
 local function open(settings)
@@ -56,7 +57,7 @@ kv.experiment.run {
   defaults = { capture = "sample", decode = 32, block_size = 16 },
   quick = { decode = 4 },
   metrics = { "output_error", "attention_mass", "model_error", "blocks_read",
-              "bytes_read", "bytes_share" },
+              "bytes_read", "bytes_share", "held_share", "moved_share" },
   setup = open,
   teardown = function(settings) if settings.replay then settings.replay:close() end end,
   check = policy_of, run = run,
@@ -65,16 +66,20 @@ kv.experiment.run {
       beside = "bytes_share", format = "%.4f" },
     { rows = "policy", columns = "budget", value = "attention_mass",
       beside = "bytes_share", format = "%.4f" },
+    { rows = "policy", columns = "budget", value = "model_error",
+      beside = "bytes_share", format = "%.4f" },
     { front = "attention_mass", over = "bytes_share", format = "%.4f" },
   },
   plot = {
     { x = "bytes_share", y = "output_error", series = "policy", logx = true,
-      title = "Captured model: error of the output over the bytes read",
-      xlabel = READ, ylabel = "relative error" },
+      title = "Captured model: error of the output over {over}",
+      ylabel = "relative error" },
     { x = "bytes_share", y = "attention_mass", series = "policy", logx = true,
-      front = true, xlabel = READ,
-      title = "Captured model: attention kept over the bytes read",
+      front = true, title = "Captured model: attention kept over {over}",
       ylabel = "share of the attention mass" },
+    { x = "bytes_share", y = "model_error", series = "policy", logx = true,
+      title = "Captured model: distance from the model's output over {over}",
+      ylabel = "relative distance" },
     { x = "budget", y = "output_error", series = "policy", logx = true,
       title = "Captured model: error of the output by budget",
       xlabel = "budget asked for (share of blocks)",

@@ -5,11 +5,14 @@
 -- shows the accuracy by context and by depth (the percentage of the context that lies
 -- before the needle). The policy streaming_blocks selects the newest blocks. h2o_blocks
 -- adds up attention from the beginning on, so it keeps the oldest ones. Policies that
--- score every block at each step do not depend on the depth. A second table shows what
--- each policy read, bytes_share (01_recall).
+-- score every block at each step do not depend on the depth. Policies that evict tokens
+-- for good (tova, snapkv) hold their budget of the context. A second table shows what
+-- each policy read, bytes_share, or with --over=held_share what it held
+-- (docs/experiments.md).
 --
---   ./kvlab run lua/experiments/14_needle.lua [--device=cuda] [--set policy=quest]
+--   ./kvlab run lua/experiments/14_needle.lua [--device=cuda] [--set policy=quest,tova]
 --                                             [--set budget=0.1]
+local costs = require "kvlab.experiment.costs"
 local exam = require "models.recall.exam"
 local kv = require "kvlab"
 
@@ -45,7 +48,7 @@ local function ask(o)
     right[part] = right[part] + (is_right and 1 or 0)
   end)
   local blocks = math.ceil(o.contexts.context / o.contexts.block_size)
-  return { right = right, asked = asked, bytes_share = probe:metrics().bytes_share,
+  return { right = right, asked = asked, seen = probe:metrics(), stats = sitting:stats(),
            note = kv.policy.note(policy, blocks, o.contexts.block_size) }
 end
 
@@ -60,8 +63,9 @@ kv.experiment.run {
   },
   defaults = { prompts = 8, budget = 0.1, block_size = 16 },
   quick = { context = { 512, 1024 }, prompts = 2, depth = { 6.25, 31.25, 56.25, 93.75 } },
-  metrics = { "accuracy", "questions", "bytes_share" },
-  proportions = { accuracy = "questions", "bytes_share" },
+  metrics = { "accuracy", "questions", "bytes_share", "held_share", "moved_share",
+              "bytes_peak", "bytes_evicted", "bytes_moved" },
+  proportions = { accuracy = "questions", "bytes_share", "held_share" },
   check = policy_of,
   run = function(config)
     local part = part_of(config.depth)
@@ -69,11 +73,10 @@ kv.experiment.run {
       policy = config.policy, budget = config.budget,
       contexts = { context = config.context, prompts = config.prompts,
         needles = NEEDLES, even = true, block_size = config.block_size,
-        seed = config.seed },
+        seed = config.seed, tables = policy_of(config).evict and "head" or nil },
     }, ask)
-    return { accuracy = answers.right[part] / answers.asked[part],
-             questions = answers.asked[part], bytes_share = answers.bytes_share,
-             note = answers.note }
+    return costs.add({ accuracy = answers.right[part] / answers.asked[part],
+      questions = answers.asked[part], note = answers.note }, answers.seen, answers.stats)
   end,
   table = {
     { rows = "policy", columns = "depth", value = "accuracy", format = "%.3f",

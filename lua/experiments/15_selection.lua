@@ -9,6 +9,7 @@
 --
 --   ./kvlab run lua/experiments/15_selection.lua [--device=cuda] [--set layer=0]
 --                                                [--set scored=h2o_blocks]
+local costs = require "kvlab.experiment.costs"
 local kv = require "kvlab"
 local llama = require "models.llama"
 local prompts = require "models.recall.prompts"
@@ -80,15 +81,22 @@ kv.experiment.run {
   defaults = { context = 2048, needles = 32, questions = 8, budget = 0.1,
                block_size = 16, layer = 2, scored = "quest" },
   quick = { context = 512, questions = 4 },
-  metrics = { "kept", "blocks_read", "attention_mass", "output_error", "bytes_share" },
-  check = policy_of,
+  metrics = { "kept", "blocks_read", "attention_mass", "output_error", "bytes_share",
+              "held_share", "moved_share" },
+  check = function(config)
+    if policy_of(config).evict then
+      error(("policy is %s, which evicts tokens, expected one that selects blocks")
+        :format(config.policy), 0)
+    end
+  end,
   run = function(config)
     local record, probe = play(config)
     records[config.policy] = records[config.policy] or record
     local metrics, seen = record:metrics(), probe:metrics()
-    for _, name in ipairs { "attention_mass", "output_error", "bytes_share" } do
+    for _, name in ipairs { "attention_mass", "output_error" } do
       metrics[name] = seen[name]
     end
+    costs.add(metrics, seen)
     metrics.note = kv.policy.note(policy_of(config),
       math.ceil(config.context / config.block_size), config.block_size)
     return metrics

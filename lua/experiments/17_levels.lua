@@ -23,7 +23,10 @@
 -- mass_oracle. Pictures have what was read on the x axis (bytes_share, see 01_recall),
 -- with the Pareto front.
 --
---   ./kvlab run lua/experiments/17_levels.lua [--set policy=quest] [--set budget=8]
+-- Policies that evict tokens for good (tova, snapkv) hold their budget of the prompt.
+--
+--   ./kvlab run lua/experiments/17_levels.lua [--set policy=quest,tova] [--set budget=8]
+local costs = require "kvlab.experiment.costs"
 local exam = require "models.recall.exam"
 local kv = require "kvlab"
 
@@ -47,12 +50,14 @@ local function run(config)
     error(("level is %s, expected one of %s"):format(tostring(config.level),
       table.concat(NAMES, ", ")), 0)
   end
+  local policy = policy_of(config)
   local sitting = kv.experiment.memo({ context = config.context,
     prompts = config.prompts, needles = level.needles, question = level.question,
-    hops = level.hops, block_size = config.block_size, seed = config.seed }, exam.open)
-  local policy = policy_of(config)
+    hops = level.hops, block_size = config.block_size, seed = config.seed,
+    tables = policy.evict and "head" or nil }, exam.open)
   local accuracy, _, probe = sitting:ask(policy, kv.probe)
   local metrics = probe:metrics()
+  costs.add(metrics, metrics, sitting:stats())
   metrics.accuracy, metrics.questions = accuracy, sitting.questions * config.prompts
   metrics.note = kv.policy.note(policy,
     math.ceil(config.context / config.block_size), config.block_size)
@@ -70,8 +75,10 @@ kv.experiment.run {
   },
   defaults = { context = 2048, prompts = 8, block_size = 16 },
   quick = { prompts = 1, budget = { 8 } },
-  metrics = { "accuracy", "attention_mass", "output_error", "bytes_share", "questions" },
-  proportions = { accuracy = "questions", "attention_mass", "bytes_share" },
+  metrics = { "accuracy", "attention_mass", "output_error", "bytes_share", "held_share",
+              "moved_share", "bytes_peak", "bytes_evicted", "bytes_moved", "questions" },
+  proportions = { accuracy = "questions", "attention_mass", "bytes_share",
+                  "held_share" },
   check = policy_of, run = run,
   table = {
     { rows = "policy", columns = "level", value = "accuracy", format = "%.3f",
@@ -87,9 +94,8 @@ kv.experiment.run {
   },
   plot = {
     { x = "bytes_share", y = "accuracy", series = "policy", panel = "level", logx = true,
-      front = true, xlabel = "bytes read, as a share of all of K and V",
-      ylabel = "exact-match accuracy",
-      title = "Recall model, {context} tokens: accuracy over the bytes read" },
+      front = true, ylabel = "exact-match accuracy",
+      title = "Recall model, {context} tokens: accuracy over {over}" },
     { x = "budget", y = "accuracy", series = "policy", panel = "level", logx = true,
       xlabel = "blocks asked for", ylabel = "exact-match accuracy",
       title = "Recall model, {context} tokens: accuracy by budget" },

@@ -4,7 +4,8 @@
 -- policy: the next tokens of a text (perplexity), and the questions and answers of tasks
 -- (docs/tasks.md). Every policy gets the same texts. With question=prompt, questions are
 -- read densely too. Policies that watch the prompt (h2o_blocks, snapkv_blocks) read the
--- texts again.
+-- texts again, and so do those that evict tokens of it for good (tova, snapkv), whose
+-- budget is what they hold of the text.
 --
 -- score is the share of right answers, from 0 to 1; for perplexity, the share of tokens
 -- that are the model's likeliest ones. score_low and score_high are the interval of its
@@ -27,6 +28,7 @@
 -- heads (lua/splits), which is then their mean. Without a model here, a small one with
 -- random weights reads made-up sentences (model = sample). It only serves as a test: its
 -- answers are never right.
+local costs = require "kvlab.experiment.costs"
 local downloads = require "kvlab.downloads"
 local files = require "kvlab.files"
 local kv = require "kvlab"
@@ -34,7 +36,6 @@ local opener = require "models.open"
 local readings = require "models.reading"
 local writers = require "kvlab.task.writer"
 
-local READ = "bytes read, as a share of all of K and V"
 local TASKS = { "perplexity", "needle", "needle_multikey", "needle_multivalue",
                 "needle_multiquery", "variable_tracking", "common_words",
                 "frequent_words" }
@@ -66,13 +67,14 @@ local out -- the folder of the results
 
 --- The texts of a task, read by the model, and how well it does with dense attention.
 local function open(o)
+  local evicts = o.tables ~= "one"
   local loaded = kv.experiment.memo({ model = o.model, dtype = o.dtype, seed = o.seed },
     opener.for_experiment)
   local task = task_of(o, out)
   local engine = loaded.model:engine { block_size = o.block_size,
-    format = o.format ~= "model" and o.format or nil,
+    format = o.format ~= "model" and o.format or nil, tables = o.tables,
     max_seqs = math.min(o.examples, 64),
-    blocks = readings.blocks(task, o.examples, o.block_size),
+    blocks = readings.blocks(task, o.examples, o.block_size, evicts),
     max_blocks = math.ceil(task.length / o.block_size) + 2 }
   local reading = readings.open { engine = engine, tokenizer = loaded.tokenizer,
     task = task, examples = o.examples, seed = o.seed, question = o.question }
@@ -117,11 +119,13 @@ local function run(config, settings)
   out = settings.out
   local keys = {}
   for _, name in ipairs(KEYS) do keys[name] = config[name] end
-  local sitting = kv.experiment.memo(keys, open)
   local policy = policy_of(config)
+  keys.tables = policy.evict and "head" or "one"
+  local sitting = kv.experiment.memo(keys, open)
   local start = kv.C.kvl_clock_ns()
   local result, probe = sitting.reading:ask(policy, kv.probe)
   local metrics = probe:metrics()
+  costs.add(metrics, metrics, sitting.reading:stats())
   metrics.seconds = tonumber(kv.C.kvl_clock_ns() - start) * 1e-9
   metrics.note = kv.policy.note(policy,
     math.ceil(config.length / config.block_size), config.block_size)
@@ -166,14 +170,15 @@ local function tasks_of(rows, has_perplexity)
   return list
 end
 
-local function tables(rows)
+local function tables(rows, settings)
+  local over = settings.over
   rows = with_intervals(rows)
   local list, by = {}, ""
   if rows[1] and rows[1].config.model == "sample" then by = " by random weights" end
   local function add(task, value)
     list[#list + 1] = kv.table.pivot(rows, { rows = "policy", columns = "budget",
-      value = value, beside = "bytes_share", where = { task = task }, format = "%.3f",
-      caption = ("%s of %s%s (bytes_share)"):format(value, task, by) })
+      value = value, beside = over, where = { task = task }, format = "%.3f",
+      caption = ("%s of %s%s (%s)"):format(value, task, by, over) })
   end
   for _, task in ipairs(tasks_of(rows, true)) do
     add(task, "perplexity")
@@ -182,25 +187,26 @@ local function tables(rows)
   for _, task in ipairs(tasks_of(rows, false)) do add(task, "score") end
   for _, task in ipairs(kv.table.distinct(rows, "task")) do
     local front = task == "perplexity" and "log_p" or "score"
-    list[#list + 1] = kv.table.front(rows, { front = front, over = "bytes_share",
+    list[#list + 1] = kv.table.front(rows, { front = front, over = over,
       axes = { "policy", "budget" }, where = { task = task }, format = "%.3f",
       caption = ("Pareto front of %s%s"):format(task, by) })
   end
   return list
 end
 
-local function pictures(rows)
+local function pictures(rows, settings)
+  local over = settings.over
   rows = with_intervals(rows)
   local texts, list = kv.table.where(rows, { task = "perplexity" }), {}
   local function add(of, y, o)
     if #of == 0 then return end
     local config = of[1].config
-    local view = { x = "bytes_share", y = y, series = "policy", logx = true,
-      xlabel = READ, title = ("%s, %d tokens: %s over the bytes that a policy reads")
-        :format(config.model, config.length, o.ylabel) }
+    local view = { x = over, y = y, series = "policy", logx = true,
+      xlabel = costs.label(over), title = ("%s, %d tokens: %s over %s"):format(
+        config.model, config.length, o.ylabel, costs.words(over)) }
     for key, value in pairs(o) do view[key] = value end
     list[#list + 1] = kv.plot.lines(of, view)
-    list[#list].file = y .. "_by_bytes_share"
+    list[#list].file = y .. "_by_" .. over
   end
   local asked = {}
   for _, row in ipairs(rows) do
@@ -228,8 +234,9 @@ kv.experiment.run {
                format = "model", split = "even" },
   quick = { task = { "perplexity", "needle" }, budget = { 0.1 }, length = 512,
             decode = 24, examples = 4 },
-  proportions = { score = "zero_one", "attention_mass", "bytes_share" },
-  metrics = { "score", "gap", "bytes_share", "bytes_read", "blocks_read",
+  proportions = { score = "zero_one", "attention_mass", "bytes_share", "held_share" },
+  metrics = { "score", "gap", "bytes_share", "held_share", "moved_share", "bytes_peak",
+              "bytes_evicted", "bytes_moved", "bytes_read", "blocks_read",
               "attention_mass", "output_error", "texts", "zero_one", "seconds" },
   check = policy_of, run = run, table = tables, plot = pictures,
 }

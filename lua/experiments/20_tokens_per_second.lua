@@ -33,6 +33,7 @@
 --
 -- prompts: SEQUENCESxTOKENS, K is 1024. model: 8b, or small (4 layers), which is what a
 -- CPU gets. It takes 16 GB for the weights, and 34 GB for K and V of 8 x 32K or 2 x 128K.
+local costs = require "kvlab.experiment.costs"
 local files = require "kvlab.files"
 local json = require "kvlab.json"
 local kv = require "kvlab"
@@ -97,8 +98,8 @@ function Sitting:seconds(policy, steps, runs)
   return kv.statistics.median(list), hot and hot:stats().hit_rate or 0 / 0
 end
 
---- Bytes of a step after the first one: of the weights, and of what the policy reads. The
--- share of K and V that is read, and a note.
+--- Bytes of a step after the first one: of the weights, and of what the policy reads. And
+-- the metrics of a probe in that step.
 function Sitting:bytes(policy)
   self:begin(policy)
   local engine, ids = self.engine, kv.full(self.model.device, "i32", { #self.seqs }, 1)
@@ -109,8 +110,7 @@ function Sitting:bytes(policy)
   engine.uses_graphs = true
   probe:detach()
   local seen = probe:metrics()
-  return self.model:weight_bytes() + #self.seqs * seen.bytes_read, seen.bytes_share,
-    seen.note
+  return self.model:weight_bytes() + #self.seqs * seen.bytes_read, seen
 end
 
 -- ---- rows -----------------------------------------------------------------------------
@@ -136,12 +136,12 @@ local function run(config)
   end
   local options = not is_full
     and { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil
-  local bytes, share, note = sitting:bytes(kv.policy(config.policy, options))
+  local bytes, seen = sitting:bytes(kv.policy(config.policy, options))
   local time, hit_rate = dense, 0 / 0
   if not is_full then time, hit_rate = seconds(kv.policy(config.policy, options)) end
-  return { tokens_s = #sitting.seqs / time, ms = 1e3 * time, hit_rate = hit_rate,
-           speedup = dense and dense / time or 0 / 0, bytes = 1e-9 * bytes,
-           gb_s = 1e-9 * bytes / time, bytes_share = share, note = note }
+  return costs.add({ tokens_s = #sitting.seqs / time, ms = 1e3 * time,
+    hit_rate = hit_rate, speedup = dense and dense / time or 0 / 0, bytes = 1e-9 * bytes,
+    gb_s = 1e-9 * bytes / time, note = seen.note }, seen)
 end
 
 --- The rows, and the rows of peers.jsonl whose prompts dense attention has decoded, too.
@@ -158,7 +158,7 @@ local function with_peers(rows, settings)
       all[#all + 1] = { config = { prompts = peer.prompts, policy = peer.name },
         metrics = { tokens_s = peer.tokens_s, ms = peer.ms, bytes = seen.bytes,
                     speedup = peer.tokens_s / seen.tokens_s, bytes_share = 1,
-                    gb_s = 1e3 * seen.bytes / peer.ms } }
+                    held_share = 1, moved_share = 0, gb_s = 1e3 * seen.bytes / peer.ms } }
     end
   end
   return all
@@ -182,7 +182,8 @@ local function with_limits(rows, settings)
 end
 
 local function tables(rows, settings)
-  local list = {}
+  local list, over = {}, settings.over
+  local shown = ("share of K and V, %s"):format(costs.words(over))
   rows = with_peers(rows, settings)
   for _, prompts in ipairs(kv.table.distinct(rows, "prompts")) do
     local function add(value, beside, format, text)
@@ -192,11 +193,9 @@ local function tables(rows, settings)
     end
     add("tokens_s", "ms", "%.0f", "tokens a second (ms of a step)")
     if rows[1].config.memory == "hot" then
-      add("hit_rate", "bytes_share", "%.3f",
-        "hits of the hot cache (share of K and V that is read)")
+      add("hit_rate", over, "%.3f", ("hits of the hot cache (%s)"):format(shown))
     else
-      add("speedup", "bytes_share", "%.2f",
-        "speedup over dense attention (share of K and V that is read)")
+      add("speedup", over, "%.2f", ("speedup over dense attention (%s)"):format(shown))
     end
     add("gb_s", "bytes", "%.0f", "GB/s of what has to be read (GB of a step)")
   end
@@ -216,8 +215,9 @@ kv.experiment.run {
   defaults = { model = is_cuda and "8b" or "small", dtype = "bf16", cache = "bf16",
                memory = "resident", hot = 0.2, block_size = 16, steps = 16, runs = 3 },
   quick = { model = "small", prompts = { "2x512" }, steps = 4, runs = 1 },
-  proportions = { "bytes_share", "hit_rate" },
-  metrics = { "tokens_s", "ms", "speedup", "bytes", "gb_s", "bytes_share", "hit_rate" },
+  proportions = { "bytes_share", "held_share", "hit_rate" },
+  metrics = { "tokens_s", "ms", "speedup", "bytes", "gb_s", "bytes_share", "held_share",
+              "moved_share", "hit_rate" },
   run = run,
   table = tables,
   plot = function(rows, settings)

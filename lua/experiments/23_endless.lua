@@ -10,16 +10,21 @@
 --   tokens_s           generated tokens per second, of all sequences
 --   pages_peak         the most pages that were held, and
 --   pages_share        of those that the whole text takes
+--   bytes_share, held_share, moved_share  what a step reads, holds and moves, beside
+--                      dense attention at the end of the text (docs/experiments.md)
 --   prompt_ms          of reading all prompts, evictions included
 --
 -- Weights are random, so what is said means nothing; only time and memory are asked for.
 -- Full attention is timed at eight lengths, over keys and values that nothing computed.
 -- With steps = 0, an evicting policy generates all of the text; else it generates so many
--- tokens in the first and as many in the last eighth, whose lengths are the same.
+-- tokens in the first and as many in the last eighth, whose lengths are the same. What
+-- such a step reads, holds and moves is then measured on a shorter text, and divided by
+-- what dense attention reads and holds of the whole one.
 --
 --   ./kvlab run lua/experiments/23_endless.lua
 --   ./kvlab run lua/experiments/23_endless.lua --device=cuda --set model=8b
 --       --set prompts=8x2K,16x2K --set generate=32768 --set tokens=2048
+local costs = require "kvlab.experiment.costs"
 local kv = require "kvlab"
 local shapes = require "models.shapes"
 
@@ -77,6 +82,20 @@ local function run_evicting(engine, seqs, config)
   return ms
 end
 
+--- What a probe counts in one more step, of a text of `length` tokens.
+local function observe(engine, seqs, length)
+  engine.uses_graphs = false -- a probe looks at every launch
+  local probe = kv.probe(engine.attention)
+  engine:decode(seqs, new_ids(engine, seqs))
+  probe:detach()
+  engine.uses_graphs = true
+  local seen = probe:metrics()
+  for _, name in ipairs(costs.NAMES) do
+    seen[name] = seen[name] * seqs[1]:length() / length
+  end
+  return seen
+end
+
 local function mean(list)
   local sum = 0
   for _, x in ipairs(list) do sum = sum + x end
@@ -99,23 +118,24 @@ local function run(config)
     blocks = is_full and count * text or (count + 1) * held }
   local cache, seqs = engine.cache, {}
   local each = is_full and 1 or cache.pages / cache.blocks
-  local start, peak = now_s(), 0
+  local start = now_s()
   for i = 1, count do
     local tokens = {}
     for t = 1, context do tokens[t] = (t * 7919 + i * 104729) % model.config.vocab end
     seqs[i] = engine:sequence()
     engine:prefill(seqs[i], tokens)
-    peak = math.max(peak, cache.pages - cache:pages_free())
   end
   model.device:sync()
   local prompt_ms = 1e3 * (now_s() - start)
   local ms = (is_full and run_full or run_evicting)(engine, seqs, config)
-  peak = math.max(peak, cache.pages - cache:pages_free())
+  local peak = cache:stats().pages_peak
+  local seen = observe(engine, seqs, is_full and seqs[1]:length() + 1
+    or context + config.generate)
   cache:close()
   local ms_step = mean(ms)
-  return { ms_first = ms[1], ms_last = ms[WINDOWS], ms_step = ms_step,
+  return costs.add({ ms_first = ms[1], ms_last = ms[WINDOWS], ms_step = ms_step,
     tokens_s = 1e3 * count / ms_step, prompt_ms = prompt_ms, pages_peak = peak,
-    pages_share = peak / (count * text * each) }
+    pages_share = peak / (count * text * each) }, seen)
 end
 
 kv.experiment.run {
@@ -131,15 +151,16 @@ kv.experiment.run {
                sink = 1, recent = 2, steps = is_cuda and 128 or 16 },
   quick = { model = "small", prompts = { "2x64" }, tokens = 64, generate = 256,
             steps = 2 },
-  proportions = { "pages_share" },
+  proportions = { "pages_share", "bytes_share", "held_share" },
   metrics = { "tokens_s", "ms_step", "ms_first", "ms_last", "pages_share", "pages_peak",
-              "prompt_ms" },
+              "bytes_share", "held_share", "moved_share", "prompt_ms" },
   run = run,
-  table = function(rows)
+  table = function(rows, settings)
     local list = {}
-    for _, value in ipairs { "tokens_s", "ms_first", "ms_last", "pages_share" } do
+    for _, value in ipairs { "tokens_s", "ms_first", "ms_last", "pages_share",
+                             settings.over } do
       list[#list + 1] = kv.table.pivot(rows, { rows = "policy", columns = "prompts",
-        value = value, format = value == "pages_share" and "%.3f" or "%.2f",
+        value = value, format = value:find "share$" and "%.4f" or "%.2f",
         caption = value })
     end
     return list

@@ -21,6 +21,7 @@
 ---@field jobs integer|nil         run: the number of processes
 ---@field keep-going boolean|nil   run: go on when a configuration fails
 ---@field csv boolean|nil          run: also write results.csv
+---@field over string|nil         run: the cost on x axes, see kvlab.experiment.costs
 ---@field worker boolean|nil       run: a parent process sends the configurations to run
 ---@field merge boolean|nil        run: take rows over from shards, compute none
 ---@field environment table|nil    merge: that of the shards, see kvlab.experiment

@@ -11,7 +11,8 @@
 --   kv.graph(fn)                   records a step, and replays it without Lua
 --   kv.ops                         transformer and paged-attention ops
 --   kv.cache kv.attention          paged KV memory, attention with a policy
---   kv.policy kv.summary kv.hash kv.tally kv.sampling    what policies are made of
+--   kv.policy kv.summary kv.hash kv.tally kv.queries kv.sampling
+--                                  what policies are made of
 --   kv.split                       how a policy's budget is divided
 --   kv.eviction                    what leaves a hot cache
 --   kv.expr                        kernels for policies, written as arithmetic
@@ -93,6 +94,7 @@ function later.attention() return require("kvlab.policy.attention").attention en
 function later.split() return require "kvlab.policy.split" end
 function later.summary() return require "kvlab.policy.summary" end
 function later.hash() return require "kvlab.policy.hash" end
+function later.queries() return require("kvlab.policy.queries").queries end
 function later.tally() return require("kvlab.policy.tally").tally end
 function later.sampling() return require("kvlab.policy.sampling").sampling end
 function later.reload() return require "kvlab.policy.reload" end

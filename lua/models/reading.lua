@@ -9,7 +9,8 @@
 -- Contexts are read densely, once. The question is decoded token by token under the
 -- policy, as the answer is; with question = "prompt" it is read densely, all but its last
 -- token. So every token of an answer is computed under the policy. Each policy works on
--- forks of the contexts; one that watches the prompt reads the contexts again.
+-- forks of the contexts; one that watches the prompt reads the contexts again, and so
+-- does one that evicts tokens of them. It needs an engine with tables by layer or head.
 --
 -- Answers are greedy. The examples of a batch are decoded together.
 local arguments = require "kvlab.arguments"
@@ -79,9 +80,11 @@ end
 ---@param task kvlab.Task
 ---@param examples integer
 ---@param block_size integer
+---@param evicts? boolean  policies evict tokens: forks have blocks of their own (false)
 ---@return integer blocks
-function M.blocks(task, examples, block_size)
-  return examples * (math.ceil(task.length / block_size) + 2)
+function M.blocks(task, examples, block_size, evicts)
+  local each = math.ceil(task.length / block_size) + 2
+  return (evicts and 2 * examples + 1 or examples) * each
 end
 
 -- ---- asking ---------------------------------------------------------------------------
@@ -151,10 +154,14 @@ local function decode(self, batch)
   end
 end
 
---- Decodes with a policy from now on. If it watches the prompt, the contexts are read
--- again.
+--- Decodes with a policy from now on. If it watches the prompt or evicts tokens of it, or
+-- the one before did, the contexts are read again.
 local function use_policy(self, policy)
-  if not policy.watches_prompt then return self.engine:use_policy(policy, self.seqs) end
+  local evicted = self.evicted
+  self.evicted = policy.evict ~= nil
+  if not (policy.watches_prompt or policy.evict or evicted) then
+    return self.engine:use_policy(policy, self.seqs)
+  end
   self.engine:use_policy(policy)
   for _, seq in ipairs(self.seqs) do seq:close() end
   read_contexts(self)
@@ -199,6 +206,8 @@ end
 --                              score, nll, answer, tokens
 ---@return table|nil observer
 function Reading:ask(policy, probe)
+  self.engine.cache:reset_peak()
+  self.before = self.engine.cache:stats()
   use_policy(self, policy)
   local observer = probe and probe(self.engine.attention)
   local all, tokens, most = {}, 0, self.engine.max_seqs
@@ -227,6 +236,10 @@ function Reading:ask(policy, probe)
   return result, observer
 end
 
+--- The cache's stats since the last `ask` began: what was held and moved for all
+-- examples, and for the contexts if the policy read them.
+function Reading:stats() return self.engine.cache:stats(self.before) end
+
 --- Gives the KV memory back.
 function Reading:close()
   for _, seq in ipairs(self.seqs) do seq:close() end
@@ -235,7 +248,7 @@ end
 
 arguments.functions(M, "reading", {
   blocks = { task = options.like("a task", "draw", "length"), examples = options.count,
-             block_size = options.count },
+             block_size = options.count, evicts = options.optional(options.boolean) },
 })
 arguments.methods(Reading, "a reading", {
   ask = { policy = objects.policy, probe = options.optional(options.callable) },

@@ -16,9 +16,8 @@ return kv.policy.define {
 
   init = function(self, shape) self.mass = kv.tally(shape, nil, 0, "token") end,
   attention_finished = function(self, ctx)
-    self.mass:load(ctx)
     self.mass:count(ctx, self.emitted.mass)
   end,
-  evict = function(self, ctx) return self.mass:load(ctx) end,
+  evict = function(self) return self.mass end,
   reset = function(self) self.mass:reset() end,
 }

@@ -11,16 +11,6 @@
 -- Fails   questions that come after the prompt
 local kv = require "kvlab"
 
---- seq.state[self]: the newest queries of the prompt, by layer, and of which layers the
--- prompt is over.
-local function keep_queries(self, ctx, seq, i, first, count)
-  local kept = seq.state[self] or { is_over = {} }
-  local old = not kept.is_over[ctx.layer] and kept[ctx.layer] or nil
-  kept[ctx.layer] = ctx:newest_queries(old, first, count, self.window)
-  kept.is_over[ctx.layer] = ctx.ends_prompts ~= nil and ctx.ends_prompts[i + 1]
-  seq.state[self] = kept
-end
-
 --- The mean over `pool` neighbours: f32 [heads, n].
 local function pooled(votes, pool)
   local heads, n = votes:size(0), votes:size(1)
@@ -34,7 +24,7 @@ end
 
 --- The worth of what sequence i (from 0) holds: f32 [kv_heads, tokens].
 local function vote(self, ctx, i)
-  local queries = ctx.sequences[i + 1].state[self][ctx.layer]
+  local queries = self.queries:of(ctx, i)
   local held = ctx:held(ctx.layer, i)
   local votes = pooled(ctx:attention_weights(queries, ctx.layer, i, held):mean(1),
     self.pool)
@@ -48,14 +38,7 @@ return kv.policy.define {
   defaults = { ratio = 0.1, sink = 0, recent = 0, window = 32, pool = 5 },
   takes = { window = kv.policy.count, pool = kv.policy.count },
 
-  attention_finished = function(self, ctx)
-    if ctx.is_prefill then ctx:each_sequence(keep_queries, self) end
-  end,
+  init = function(self, shape) self.queries = kv.queries(shape, self.window) end,
+  attention_finished = function(self, ctx) self.queries:keep(ctx) end,
   evict = function(self, ctx) return ctx:worth_after_prompts(vote, self) end,
-  inherit = function(self, seq, fork)
-    local state = { is_over = {} }
-    for key, value in pairs(seq.state[self] or {}) do state[key] = value end
-    state.is_over = { [0] = state.is_over[0], unpack(state.is_over) }
-    fork.state[self] = state
-  end,
 }

@@ -16,9 +16,8 @@ return kv.policy.define {
 
   init = function(self, shape) self.newest = kv.tally(shape, nil, 0, "token") end,
   attention_finished = function(self, ctx)
-    self.newest.values:copy_(self.emitted.newest)
-    self.newest:store(ctx)
+    self.newest:store(ctx, self.emitted.newest)
   end,
-  evict = function(self, ctx) return self.newest:load(ctx) end,
+  evict = function(self) return self.newest end,
   reset = function(self) self.newest:reset() end,
 }

@@ -45,6 +45,21 @@ int kvl_pool_blocks_free(const kvl_pool *pool) {
   return pool->free_count;
 }
 
+int kvl_pool_stats_get(const kvl_pool *pool, kvl_pool_stats *out) {
+  KVL__NEED(pool);
+  KVL__NEED(out);
+  *out = (kvl_pool_stats){.blocks_held = pool->blocks - pool->free_count,
+                          .blocks_peak = pool->held_peak,
+                          .blocks_evicted = pool->evicted};
+  return KVL_OK;
+}
+
+int kvl_pool_reset_peak(kvl_pool *pool) {
+  KVL__NEED(pool);
+  pool->held_peak = pool->blocks - pool->free_count;
+  return KVL_OK;
+}
+
 int kvl_pool_block_refs(const kvl_pool *pool, int block) {
   KVL__NEED(pool);
   if (block < 0 || block >= pool->blocks)
@@ -88,6 +103,8 @@ void kvl__pool_take(kvl_pool *p, int n, int32_t *out) {
     KVL_CHECK(p->refs[out[i]] == 0);
     p->refs[out[i]] = 1;
   }
+  const int held = p->blocks - p->free_count;
+  if (held > p->held_peak) p->held_peak = held;
 }
 
 void kvl__pool_hold(kvl_pool *p, int32_t block) { p->refs[block]++; }

@@ -6,6 +6,8 @@
 
 struct kvl_pool {
   int blocks, block_size, watermark, free_count;
+  int held_peak;      /* blocks, since the pool was opened or the peak reset */
+  int64_t evicted;    /* blocks that evictions gave back, less those that they took */
   int holders;        /* the handle and the sequences */
   int64_t opened;     /* sequences so far */
   int32_t *refs;      /* [blocks] */

@@ -145,8 +145,11 @@ static void shorten(kvl_sequence *seq, int length) {
 
 void kvl_sequence_close(kvl_sequence *seq) {
   if (!seq) return;
+  kvl_pool *p = seq->pool;
+  const int free_before = p->free_count;
   shorten(seq, 0);
-  kvl__pool_unref(seq->pool);
+  if (seq->fresh) p->evicted += p->free_count - free_before - seq->fresh;
+  kvl__pool_unref(p);
   free(seq->blocks);
   free(seq);
 }
@@ -420,6 +423,7 @@ int kvl_sequence_keep(kvl_sequence *seq, const int32_t *kept, const int32_t *cap
       old->held[c] = seq->held[c], old->last[c] = seq->last[c];
       seq->held[c] = kept[c];
       kvl__pool_take(p, kvl__count(seq, c), kvl__table(seq, c));
+      old->fresh += kvl__count(seq, c);
       note_last(seq, c);
     }
     seq->base[c] = kept[c], seq->cap[c] = caps[c];
@@ -451,6 +455,7 @@ int kvl_sequence_restore(kvl_sequence *seq, kvl_sequence *before) {
   }
   seq->floor = before->floor, seq->lifted = before->lifted;
   seq->edits++;
+  before->fresh = 0;
   return KVL_OK;
 }
 

@@ -11,6 +11,7 @@ struct kvl_sequence {
   int floor;               /* the length at the last eviction, 0 before one */
   int lifted;              /* the length at which the caps ended, INT32_MAX while they hold */
   int may_share;           /* pages may have other references */
+  int fresh;               /* of what an eviction left: the pages that it took */
   int64_t serial, edits;   /* which sequence it is; changes of its tables but by growth */
   int32_t *held;           /* [cuts] */
   int32_t *base, *cap;     /* [cuts]: held at `floor`, and at most */

@@ -93,6 +93,7 @@ static void hook_args(struct kvl__call *c, const kvl_attention *a,
     kvl__call_fail(c, "hook_tensors_count is %d, expected 0 ... 8 hook_tensors",
                    a->hook_tensors_count);
   if (c->status < 0) return;
+  args->only_keeps = a->hook_only_keeps != 0;
   if (a->hook_bytes > 0) memcpy(args->arguments, a->hook_arguments, (size_t)a->hook_bytes);
   for (int i = 0; i < a->hook_tensors_count; i++)
     kvl__arg(c, "a tensor of the hook", a->hook_tensors[i], KVL__ANY, "...");

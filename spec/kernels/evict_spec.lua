@@ -61,6 +61,69 @@ local function specs(dev)
     end)
   end
 
+  it("update_rows sets rows or adds to them, and keeps what stood there", function()
+    for seed = 1, 30 do
+      local rng = support.rng(seed)
+      local rows, n = rng(5), 1 + rng(seed % 3 == 0 and 1500 or 40)
+      local width = n + rng(3)
+      local is_add, keeps, has_fresh = rng(2) == 1, rng(2) == 1, rng(2) == 1
+      local function random(dims, own)
+        return kv.randn(dev, "f32", dims, { seed = seed * 10 + own })
+      end
+      local cells = rows * width - (rows > 1 and rng(2) or 0) -- the last row sticks out
+      local memory, values = random({ 1, cells }, 1), random({ rows, n }, 2)
+      local firsts, fresh = {}, {}
+      for r = 1, rows do firsts[r], fresh[r] = (rows - r) * width, rng(n + 1) - 1 end
+      local before = support.poisoned(dev, "f32", { rows, n })
+      local want, want_before = memory:list(), before:list()
+      local old, new = memory:list(), values:list()
+      for r = 1, rows do
+        for i = 0, n - 1 do
+          local cell, own = firsts[r] + i + 1, (r - 1) * n + i + 1
+          if cell <= cells then
+            local from = has_fresh and fresh[r] == i and 7 or old[cell]
+            want[cell] = is_add and from + new[own] or new[own]
+            want[cell] = tonumber(ffi.new("float", want[cell]))
+            if keeps then want_before[own] = old[cell] end
+          end
+        end
+      end
+      local function ints(t) return kv.from(dev, "i32", { #t, 1 }, t) end
+      check(C.kvl_update_rows(memory, ints(firsts), values, is_add and 1 or 0,
+        is_add and has_fresh and ints(fresh) or nil, 7, keeps and before or nil))
+      support.equal(memory, want)
+      support.equal(before, want_before)
+    end
+  end)
+
+  for _, codec in ipairs { "f32", "bf16", "f8e4m3", "int8" } do
+    it("replace saves the token that goes, of " .. codec, function()
+      local rng, rows, width = support.rng(7), 11, 3
+      local memory, format = memory_of(dev, codec, 1)
+      local saved, want = memory_of(dev, codec, 2), memory_of(dev, codec, 2)
+      local tables, lens, wanted = {}, {}, {}
+      for r = 1, rows do
+        for b = 1, width do tables[(r - 1) * width + b] = rng(BLOCKS + 1) end
+        lens[r], wanted[r] = rng(width * SIZE + 1), rng(3) == 0 and 5 or -1
+      end
+      local function new(dtype) return support.poisoned(dev, dtype, { rows }) end
+      local function ints(t) return kv.from(dev, "i32", { #t }, t) end
+      local places = new "i64"
+      local call = ffi.new("kvl_replacement", { block_size = SIZE, cache = memory,
+        saved = saved, format = format, places = places, index = new "i32",
+        replaced = new "f32", blocks = new "i32", block_tokens = new "i32",
+        positions = kv.randn(dev, "f32", { 1, rows * width * SIZE }, { seed = 3 }),
+        firsts = (kv.arange(dev, "i32", rows) * (width * SIZE)):reshape { rows, 1 },
+        tables = ints(tables):reshape { rows, width }, lens = ints(lens),
+        now = kv.full(dev, "i32", { rows }, 100), wanted = ints(wanted):cast "i64" })
+      check(C.kvl_replace(call))
+      local own = kv.arange(dev, "i32", rows):cast "i64"
+      check(C.kvl_copy_tokens(memory, places, want, own, format))
+      support.equal(kv.from(dev, "f32", { BLOCKS * 2 * KV_HEADS * SIZE * DIM },
+        read(saved, format)), read(want, format))
+    end)
+  end
+
   it("replace finds the token that is worth least, and room where there is some",
     function()
       for seed = 1, 20 do
@@ -108,12 +171,22 @@ local function specs(dev)
           places = support.poisoned(dev, "i64", { rows }),
           blocks = support.poisoned(dev, "i32", { rows }),
           block_tokens = support.poisoned(dev, "i32", { rows }) }
+        local in_memory = seed % 4 == 0 -- of a tally, in another order
         local given = {
           scores = with_scores and kv.from(dev, "f32", { rows, n }, scores) or nil,
+          score_firsts = in_memory and (rows * n + 3 - kv.arange(dev, "i32", rows) * n)
+            :reshape { rows, 1 } or nil,
           positions = kv.from(dev, "f32", { 1, cells }, positions),
           firsts = ints(firsts):reshape { rows, 1 }, lens = ints(lens), now = ints(now),
           tables = ints(tables):reshape { rows, width },
           wanted = ints(wanted):cast "i64" }
+        if in_memory then
+          local memory = kv.full(dev, "f32", { (rows + 1) * n + 3 }, -1e9)
+          for r = 1, rows do
+            memory:narrow((rows - r + 1) * n + 3, n):copy_(given.scores:index(r - 1))
+          end
+          given.scores = memory:reshape { 1, memory.count }
+        end
         local call = ffi.new("kvl_replacement", { block_size = SIZE, sink = sink,
                                                   recent = recent })
         for _, part in ipairs { given, out } do

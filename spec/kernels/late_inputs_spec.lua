@@ -6,8 +6,8 @@ local ffi = require "ffi"
 local kv = require "kvlab"
 local support = require "spec.support"
 
-local SEQS, HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 3, 8, 2, 64, 8, 640
-local LENS = { 640, 400, 37 } -- among so many blocks each row selects
+local HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 8, 2, 64, 8, 640
+local LENS = { 640, 400, 37 } -- among so many blocks each row selects, in turn
 local ROUNDS = 4
 
 local function randn(dev, shape, seed, dtype)
@@ -15,23 +15,25 @@ local function randn(dev, shape, seed, dtype)
 end
 
 --- What the ops read that nobody writes, and what they write into.
-local function inputs(dev, width)
-  local t = { device = dev, q = randn(dev, { SEQS, HEADS, DIM }, 1),
+local function inputs(dev, seqs, width)
+  local lens = {}
+  for i = 1, seqs do lens[i] = LENS[(i - 1) % #LENS + 1] end
+  local t = { device = dev, seqs = seqs, q = randn(dev, { seqs, HEADS, DIM }, 1),
     cache = randn(dev, { BLOCKS, 2, KV_HEADS, BLOCK, DIM }, 2),
     summary = randn(dev, { BLOCKS, 2, KV_HEADS, DIM }, 3),
     x = randn(dev, { 1, 4096 }, 4), weight = kv.full(dev, "bf16", { 32768, 4096 }, 0.5),
     y = kv.full(dev, "bf16", { 1, 32768 }, 0),
-    k = randn(dev, { SEQS * width, KV_HEADS, DIM }, 5),
-    rows = randn(dev, { SEQS * width, HEADS, DIM }, 6),
+    k = randn(dev, { seqs * width, KV_HEADS, DIM }, 5),
+    rows = randn(dev, { seqs * width, HEADS, DIM }, 6),
     inv_freq = support.randn(dev, "f32", { DIM / 2 }, 7),
-    scores = support.randn(dev, "f32", { SEQS, 1, LENS[1] }, 8),
-    lens = kv.from(dev, "i32", { SEQS }, LENS),
-    tokens = kv.full(dev, "i32", { SEQS * width }, BLOCK) }
+    scores = support.randn(dev, "f32", { seqs, 1, LENS[1] }, 8),
+    lens = kv.from(dev, "i32", { seqs }, lens),
+    tokens = kv.full(dev, "i32", { seqs * width }, BLOCK) }
   local picked, places = {}, {}
-  for i = 1, SEQS * KV_HEADS * 5 do picked[i] = (i - 1) % 5 * 2 end
-  for i = 1, SEQS * width do places[i] = (i * 7) % (BLOCKS * BLOCK) end
-  t.picked = kv.from(dev, "i32", { SEQS, KV_HEADS, 5 }, picked)
-  t.places = kv.from(dev, "i64", { SEQS * width }, places)
+  for i = 1, seqs * KV_HEADS * 5 do picked[i] = (i - 1) % 5 * 2 end
+  for i = 1, seqs * width do places[i] = (i * 7) % (BLOCKS * BLOCK) end
+  t.picked = kv.from(dev, "i32", { seqs, KV_HEADS, 5 }, picked)
+  t.places = kv.from(dev, "i64", { seqs * width }, places)
   return t
 end
 
@@ -41,7 +43,7 @@ local function attend(t, at, out, selection)
   kv.check(kv.C.kvl_paged_attention(call))
 end
 local function attended(t)
-  return support.poisoned(t.device, "bf16", { SEQS, HEADS, DIM })
+  return support.poisoned(t.device, "bf16", { t.seqs, HEADS, DIM })
 end
 
 --- `out` makes what the op writes into, since a launch between select and the op would
@@ -53,7 +55,7 @@ local OPS = {
     run = function(t, at, out) attend(t, at, out, t.picked) end },
   score_minmax = {
     out = function(t, width)
-      return support.poisoned(t.device, "f32", { SEQS, KV_HEADS, width })
+      return support.poisoned(t.device, "f32", { t.seqs, KV_HEADS, width })
     end,
     run = function(t, at, out)
       kv.check(kv.C.kvl_score_minmax(t.q, t.summary, at.tables, at.lens, BLOCK,
@@ -68,7 +70,7 @@ local OPS = {
     end },
   ["select by limits"] = {
     out = function(t)
-      return support.poisoned(t.device, "i32", { SEQS, 1, LENS[1] })
+      return support.poisoned(t.device, "i32", { t.seqs, 1, LENS[1] })
     end,
     run = function(t, at, out)
       kv.check(kv.C.kvl_select(t.scores, t.lens, 1, kv.policy.recent(2), at.limits, out,
@@ -82,17 +84,17 @@ local OPS = {
     end },
 }
 
-local function check(dev, width, name)
-  local t, op, late = inputs(dev, width), OPS[name], {}
+local function check(dev, seqs, width, name)
+  local t, op, late = inputs(dev, seqs, width), OPS[name], {}
   local function views(selection, counts)
-    return { tables = selection:reshape { SEQS, width }, lens = counts:reshape { SEQS },
-             limits = counts, list = selection:reshape { SEQS * width } }
+    return { tables = selection:reshape { seqs, width }, lens = counts:reshape { seqs },
+             limits = counts, list = selection:reshape { seqs * width } }
   end
-  local selection = kv.full(dev, "i32", { SEQS, 1, width }, 0)
-  local counts = kv.full(dev, "i32", { SEQS, 1 }, 0)
+  local selection = kv.full(dev, "i32", { seqs, 1, width }, 0)
+  local counts = kv.full(dev, "i32", { seqs, 1 }, 0)
   local at, got, scores = views(selection, counts), {}, {}
   for i = 1, ROUNDS do
-    scores[i] = support.randn(dev, "f32", { SEQS, 1, LENS[1] }, 10 + i)
+    scores[i] = support.randn(dev, "f32", { seqs, 1, LENS[1] }, 10 + i)
     got[i] = op.out(t, width)
   end
   dev:sync()
@@ -107,14 +109,18 @@ local function check(dev, width, name)
     local want = op.out(t, width)
     dev:sync()
     op.run(t, views(late[i][1], late[i][2]), want)
-    support.equal(got[i], want, ("%s of round %d, width %d"):format(name, i, width))
+    support.equal(got[i], want, ("%s of round %d, %d x %d"):format(name, i, seqs, width))
   end
 end
 
 describe("inputs that come late #gpu", function()
   for _, name in ipairs(support.names(OPS)) do
     support.it_on_gpu(("are awaited by %s"):format(name), function(dev)
-      for _, width in ipairs { 12, 600 } do check(dev, width, name) end
+      for _, width in ipairs { 12, 600 } do check(dev, 3, width, name) end
     end)
   end
+  support.it_on_gpu("are awaited by attention of many sequences", function(dev)
+    for _, seqs in ipairs { 33, 70, 300, 1024 } do check(dev, seqs, 12, "attention") end
+    check(dev, 70, 600, "attention")
+  end)
 end)

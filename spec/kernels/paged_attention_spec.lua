@@ -118,6 +118,16 @@ topic("splits long sequences and joins the parts", {
     select = "shared" },
   { lens = { 700 }, block_size = 16, extra = 3000, group = 2, head_dim = 8 },
 })
+-- On a GPU, 32 sequences, 1024 and more have plans of three kinds.
+local many = {}
+for i, count in ipairs { 32, 33, 70, 300, 1024, 1025 } do
+  local lens = {}
+  for s = 1, count do lens[s] = s % 19 == 0 and 300 + s % 7 or s * 5 % 40 end
+  lens[count] = 500
+  many[#many + 1] = { lens = lens, block_size = 16, group = 2, head_dim = 8,
+    dtype = i % 2 == 0 and "bf16" or "f32", window = i % 3 == 0 and 30 or nil }
+end
+topic("divides the work of many sequences", many)
 topic("runs without lse", {
   { lens = { 20 }, block_size = 16, no_lse = true },
   { lens = { 2000 }, block_size = 16, head_dim = 8, no_lse = true },

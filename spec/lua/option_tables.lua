@@ -248,6 +248,14 @@ M["kv.policy.nest"] = {
     kv.policy.nest(outer, "quest", o)
   end,
 }
+M["kv.policy.hold"] = {
+  good = function() return { blocks = 2, window = 4 } end,
+  call = function(o)
+    local outer = kv.policy "rocketkv"
+    outer.shape = SHAPE
+    kv.policy.hold(outer, "snapkv", o)
+  end,
+}
 M["kv.attention"] = {
   good = function()
     return { cache = cache(), heads = 2, decode_policy = kv.policy "quest", scale = 0.5,

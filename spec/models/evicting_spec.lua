@@ -10,6 +10,13 @@ local tried = require "spec.tried_policies"
 local BLOCK = 4
 local NAMES = tried.evicting()
 
+--- Options with which a policy holds so many blocks of a prompt.
+local function holding(name, blocks)
+  local o = { blocks = blocks, sink = 0, recent = 0 }
+  if name == "rocketkv" then o.spare, o.min_blocks = 1, 0 end
+  return o
+end
+
 local function tokens(n, first)
   local list = {}
   for i = 1, n do list[i] = ((i + (first or 0)) * 37 + 11) % 97 end
@@ -61,7 +68,7 @@ local function specs(dev)
     for _, tables in ipairs { "layer", "head" } do
       local what = "of %s, tables by %s, is the same in chunks and replayed #policy"
       it(what:format(name, tables), function()
-        local o = { policy = name, tables = tables, options = { blocks = 4 } }
+        local o = { policy = name, tables = tables, options = holding(name, 4) }
         local want, free, held = play(dev, o)
         o.graph = true
         local got, free_too, held_too = play(dev, o)
@@ -207,7 +214,7 @@ describe("eviction", function()
         blocks = shape.blocks, block_size = 4, kv_heads = 1, head_dim = 16,
         tables = "head" }
       local attention = kv.attention { cache = cache, heads = 2, max_blocks = 20,
-        decode_policy = kv.policy(name, { blocks = 2, sink = 0, recent = 0 }) }
+        decode_policy = kv.policy(name, holding(name, 2)) }
       local batch = cache:batch { max_blocks = 20 }
       local seq = cache:sequence()
       batch:append({ seq }, { 30 })
@@ -333,9 +340,9 @@ describe("eviction", function()
 
   it("names a worth of another shape", function()
     local define = kv.policy.define
-    local function wrong(evict)
+    local function wrong(evict, init)
       local e = open(cpu, { policy = define { name = "mine", decode = true,
-        evict = evict } { blocks = 3 } })
+        init = init, evict = evict } { blocks = 3 } })
       local seq = e:sequence()
       local ok, why = pcall(e.prefill, e, seq, tokens(30))
       e.cache:close()
@@ -347,6 +354,40 @@ describe("eviction", function()
     assert.matches("expected f32 %[2, 1 or 1, 200%]", wrong(function(_, ctx)
       return ctx:new_scores()
     end))
+    assert.matches("tokens; or a tally by token", wrong(
+      function(self) return self.blocks_tally end,
+      function(self, shape) self.blocks_tally = kv.tally(shape) end))
+  end)
+
+  it("gives a token that takes another's place the initial number", function()
+    for _, tables in ipairs { "layer", "head" } do
+      local make = kv.policy.define { name = "mine", decode = true, own_bytes = 0,
+        watches_prompt = true, -- nothing is stored while it decodes
+        init = function(self, shape) self.worth = kv.tally(shape, nil, 1000, "token") end,
+        attention_finished = function(self, ctx)
+          if ctx.is_prefill then
+            self.worth:load(ctx):mul(0, self.worth.values)
+              :add(ctx:positions(), self.worth.values)
+            self.worth:store(ctx)
+          end
+        end,
+        evict = function(self) return self.worth end }
+      for _, graph in ipairs { false, true } do
+        local e = open(cpu, { policy = make { blocks = 3 }, tables = tables,
+          graph = graph })
+        local seq = e:sequence()
+        e:prefill(seq, tokens(30))
+        for i = 1, 8 do e:decode({ seq }, { i }) end
+        local held, want = {}, {}
+        for i, x in ipairs(e.attention.evictor.positions.layers[1]:list()) do
+          if i <= 12 then held[i] = x end
+        end
+        table.sort(held)
+        for i = 1, 12 do want[i] = 25 + i end
+        assert.same(want, held)
+        e.cache:close()
+      end
+    end
   end)
 
   it("counts NaN and -inf as the lowest worth", function()

@@ -14,6 +14,29 @@ describe("an exam #release", function()
     end
   end)
 
+  it("is the same under a policy that may hold everything", function()
+    for _, question in ipairs { "decode", "row", "chain" } do
+      local sitting = exam.open { context = 256, prompts = 2, needles = 8, hops =
+        question == "chain" and 2 or nil, block_size = 16, seed = 3, question = question,
+        tables = "head" }
+      local want = sitting:ask(kv.policy "full")
+      local dense = sitting:stats()
+      assert.equal(want, (sitting:ask(kv.policy("tova", { ratio = 1 }))), question)
+      local all = sitting:stats()
+      assert.equal(0, all.bytes_evicted)
+      local _, _, probe = sitting:ask(kv.policy("tova", { blocks = 4 }), kv.probe)
+      local few = sitting:stats()
+      -- of 16 blocks of each context 4 stay, in each layer and head
+      assert.equal(2 * 12 * sitting.engine.cache.cut_layers
+        * sitting.engine.cache.cut_heads, few.pages_evicted)
+      assert.is_true(few.bytes_peak < all.bytes_peak)
+      -- forks share whole blocks with dense attention, and copy all of them elsewhere
+      assert.is_true(dense.bytes_moved == 0 and all.bytes_moved > 0)
+      assert.near(64 / 260, probe:metrics().held_share, 0.03)
+      sitting:close()
+    end
+  end)
+
   it("leads through chains, whose values are the keys of the next needles", function()
     local sitting = exam.open { context = 512, prompts = 2, needles = 14, hops = 3,
                                 block_size = 16, seed = 2, question = "chain" }

@@ -28,7 +28,7 @@ local function needle() return kv.task("needle", { length = 400, answer_tokens =
 local function open(task, o)
   o = o or {}
   local engine = model:engine { max_seqs = o.max_seqs or 4, block_size = 8, chunk = 64,
-    blocks = readings.blocks(task, 3, 8) }
+    blocks = readings.blocks(task, 3, 8, o.tables ~= nil), tables = o.tables }
   return readings.open { engine = engine, tokenizer = tokenizer, task = task,
     examples = 3, seed = 1, question = o.question }
 end
@@ -149,6 +149,30 @@ describe("reading #release", function()
     reading:close()
   end)
 
+  it("reads the contexts again for a policy that evicts, and after it", function()
+    local dense = open(perplexity()):ask(kv.policy "full")
+    for _, tables in ipairs { "layer", "head" } do
+      local reading = open(perplexity(), { tables = tables })
+      assert.near(dense.nll, reading:ask(kv.policy "full").nll, 1e-6)
+      local quest = kv.policy("quest", { ratio = 0.3, min_blocks = 0 })
+      local selected = reading:ask(quest).nll
+      for _, name in ipairs { "tova", "snapkv" } do
+        assert.near(dense.nll, reading:ask(kv.policy(name, { ratio = 1 })).nll, MOST)
+        local result, probe = reading:ask(kv.policy(name, { blocks = 5 }), kv.probe)
+        local seen, stats = probe:metrics(), reading:stats()
+        assert.is_true(math.abs(result.nll - dense.nll) > MOST, name)
+        -- of 130 ... 149 tokens, 40 and, after snapkv's prompt, those that are decoded
+        assert.near(name == "tova" and 40 / 140 or 49.5 / 140, seen.held_share, 0.02)
+        -- 17 blocks of each prompt fall, 5 are taken, in each of 4 layers and heads
+        assert.equal(3 * (17 - 5) * 4 * 8 * 16 * 2 * 4, stats.bytes_evicted)
+        assert.is_true(stats.bytes_peak > stats.bytes_held)
+      end
+      assert.near(selected, reading:ask(kv.policy("quest", { ratio = 0.3,
+        min_blocks = 0 })).nll, 1e-6)
+      reading:close()
+    end
+  end)
+
   it("equals dense attention at a budget of everything", function()
     local reading = open(perplexity())
     local dense = reading:ask(kv.policy "full")
@@ -230,6 +254,24 @@ describe("18_text_budget #release", function()
       end
     end
     assert.is_true(gaps > 0)
+  end)
+
+  it("takes policies that evict, and draws over what is held", function()
+    local printed, out = run("--set model=sample --set policy=full,quest,tova,snapkv "
+      .. "--set task=perplexity --over=held_share")
+    assert.matches("status 0\n$", printed)
+    assert.truthy(printed:find("gap of perplexity by random weights (held_share)", 1,
+      true), printed)
+    assert.truthy(files.read(out .. "/log_p_by_held_share.svg"))
+    for line in files.read(out .. "/results.jsonl"):gmatch "[^\n]+" do
+      local row = json.decode(line)
+      local m, evicts = row.metrics, kv.policy(row.config.policy).evict ~= nil
+      assert.equal(not evicts, m.held_share == 1)
+      assert.equal(evicts, m.bytes_evicted > 0)
+      assert.equal(evicts, m.moved_share > 0)
+      assert.is_true(not evicts or m.held_share > 0.1 and m.held_share < 0.2)
+      assert.is_true(m.bytes_peak > 0)
+    end
   end)
 
   it("shows an interval over texts in every row of its table", function()

@@ -2,8 +2,9 @@
 -- what each layer and KV head holds is a list, and the papers' rules are applied to it.
 --
 -- A token is { position, order, k, v } with numbers of its own: mass (the sum of the
--- weights that it received, the mean over a group's heads) and newest (its weight in the
--- attention of the newest query).
+-- weights that it received, the mean over a group's heads), newest (its weight in the
+-- attention of the newest query) and votes (the sum of the largest weights of a group
+-- that decode steps gave it since the last position that `window` divides).
 local M = {}
 
 local Sequence = {}
@@ -13,6 +14,7 @@ Sequence.__index = Sequence
 -- same tokens; sink and recent: tokens; cap(length, layer, head): tokens that are held of
 -- a prompt so long; floor: the heads of a layer divide what they may hold by the worth of
 -- all their tokens, and each is sure of this share of its own (AdaKV); keep_decoded;
+-- window: of votes (1);
 -- worth(token, seq, layer, head, i): higher stays longer.
 function M.new(o)
   local self = setmetatable({ o = o, length = 0, held = {}, queries = {}, count = 0 },
@@ -119,7 +121,7 @@ function Sequence:compute(layer, q, k, v, is_prompt)
       local tokens = self.held[layer][head]
       tokens[#tokens + 1] = { position = first + t - 1, k = k[t][head + 1],
         v = v[t][head + 1], mass = 0 }
-      for _, token in ipairs(tokens) do token.newest = 0 end
+      for _, token in ipairs(tokens) do token.newest, token.peak = 0, 0 end
       for g = 1, o.group do
         local query = q[t][head * o.group + g]
         local weights, sum = M.weights(query, tokens, o.dim ^ -0.5), {}
@@ -128,8 +130,13 @@ function Sequence:compute(layer, q, k, v, is_prompt)
           for d = 1, o.dim do sum[d] = sum[d] + weights[i] * token.v[d] end
           token.mass = token.mass + weights[i] / o.group
           token.newest = token.newest + weights[i] / o.group
+          token.peak = math.max(token.peak, weights[i])
         end
         out[t][head * o.group + g] = sum
+      end
+      for _, token in ipairs(is_prompt and {} or tokens) do
+        local before = first % (o.window or 1) ~= 0 and token.votes or 0
+        token.votes = before + token.peak
       end
     end
     if is_prompt then table.insert(self.queries[layer], q[t]) end
@@ -186,7 +193,7 @@ function Sequence:finish(n, ends_prompt)
   local o = self.o
   self.length = self.length + n
   if not ends_prompt then return end
-  self.caps = {}
+  self.caps, self.ends = {}, true
   for layer = 0, o.layers - 1 do
     local queries = self.queries[layer] -- of this prompt
     self.caps[layer] = caps_of(self, layer)
@@ -203,6 +210,7 @@ function Sequence:finish(n, ends_prompt)
     end
     for i = #queries, 1, -1 do queries[i] = nil end
   end
+  self.ends = false
 end
 
 --- The positions that a layer and head holds, ascending.

@@ -1,6 +1,7 @@
 --- The prefetcher: what arrives, what is missing, when it may be read, and what is
 -- left behind. Its order and times under an emulated link are in prefetch_link_spec;
 -- races and failing stores and devices in prefetch_stress.c.
+local ffi = require "ffi"
 local kv = require "kvlab"
 local cases = require "spec.runtime.prefetch_cases"
 local support = require "spec.support"
@@ -281,6 +282,9 @@ describe("prefetch", function()
     refused('block 2 is "x", expected a whole number', { blocks = { 1, "x" } })
     refused("4 keys for 5 blocks", { blocks = { 1, 2, 3, 4, 5 } })
     refused("keys is missing, expected an array of kvl_key", { keys = "nil" })
+    for _, bad in ipairs { 5LL, ffi.new "int[4]" } do -- a pointer could be made of these
+      refused("expected an array of kvl_key", { keys = bad })
+    end
     refused("cache is missing, expected a cache", { cache = "nil" })
     refused("blocks is 3, expected a list", { blocks = 3 })
     refused("layers 1 ... 3, expected some of 0 ... 2", { first_layer = 1, layers = 3 })

@@ -56,6 +56,34 @@ describe("block pool", function()
     assert.truthy(ffi.string(C.kvl_last_error()):find "2%^31 tokens")
   end)
 
+  it("counts what is held, the most at once, and what evictions gave back", function()
+    local pool, stats = pool_of(8, 2), ffi.new "kvl_pool_stats"
+    local function counts()
+      kv.check(C.kvl_pool_stats_get(pool, stats))
+      return { tonumber(stats.blocks_held), tonumber(stats.blocks_peak),
+               tonumber(stats.blocks_evicted) }
+    end
+    assert.same({ 0, 0, 0 }, counts())
+    local seq, other = sequence_of(pool), sequence_of(pool)
+    append({ seq }, { 7 })
+    assert.same({ 4, 4, 0 }, counts())
+    kv.check(C.kvl_sequence_truncate(seq, 2))
+    assert.same({ 1, 4, 0 }, counts())
+    kv.check(C.kvl_pool_reset_peak(pool))
+    assert.same({ 1, 1, 0 }, counts())
+    append({ seq, other }, { 6, 99 }) -- refused; the first of the two had its blocks
+    assert.same({ 1, 4, 0 }, counts())
+    append({ seq }, { 8 })
+    local before = ffi.new "kvl_sequence *[1]"
+    local kept, caps = ffi.new("int32_t[1]", 3), ffi.new("int32_t[1]", 4)
+    kv.check(C.kvl_sequence_keep(seq, kept, caps, before))
+    assert.same({ 7, 7, 0 }, counts()) -- 5, and 2 for what stays
+    C.kvl_sequence_close(before[0])
+    assert.same({ 2, 7, 3 }, counts())
+    close(seq)
+    assert.same({ 0, 7, 3 }, counts())
+  end)
+
   it("keeps its watermark free", function()
     local pool = pool_of(4, 2, 1)
     local seq = sequence_of(pool)
@@ -628,6 +656,8 @@ describe("a sequence whose tokens are evicted", function()
     local pool = pool_of(pages, 4)
     local seqs = { sequence_of(pool, LAYERS, HEADS) }
     local steps, failed = support.is_full and 1e5 or 5000, 0
+    local stats, evicted, most = ffi.new "kvl_pool_stats", 0, 0
+    local function free() return C.kvl_pool_blocks_free(pool) end
     for step = 1, steps do
       local kind, i = rng(20), 1 + rng(#seqs)
       local seq = seqs[i]
@@ -644,7 +674,9 @@ describe("a sequence whose tokens are evicted", function()
           kept[cut] = 1 + rng(held)
           caps[cut] = kept[cut] + rng(10)
         end
+        local before = free()
         if evict(seq, kept, caps) < 0 then failed = failed + 1 end
+        evicted = evicted + free() - before
       elseif kind == 6 then
         local held, before = held_of(seq), nil -- an eviction that is undone
         if length > 0 then
@@ -677,6 +709,11 @@ describe("a sequence whose tokens are evicted", function()
         end
       end
       if step % 50 == 0 then check_owners(pool, pages, seqs) end
+      kv.check(C.kvl_pool_stats_get(pool, stats))
+      most = math.max(most, pages - free())
+      assert.equal(pages - free(), tonumber(stats.blocks_held))
+      assert.equal(evicted, tonumber(stats.blocks_evicted))
+      assert.is_true(stats.blocks_peak >= most and stats.blocks_peak <= pages)
     end
     assert.is_true(failed > 0 and failed < steps / 2, failed)
     for _, seq in ipairs(seqs) do close(seq) end

@@ -1,7 +1,8 @@
 /* Finds where the new token of each row goes: to the end, or, in a row that is full, to the
- * place of the token with the lowest score. See kvl_replace in runtime/kvlab.h.
+ * place of the token with the lowest score, and saves what stood there. See kvl_replace in
+ * runtime/kvlab.h.
  * Limit: reads the scores and the positions of full rows once. */
-#include "args/evict.h"
+#include "cpu/evict/token.h"
 #include "cpu/split.h"
 #include "cpu/vec.h"
 
@@ -23,6 +24,7 @@ static int rows_piece(const void *args, int64_t begin, int64_t end) {
       index = least.index;
     }
     kvl__put_new(a, r, index);
+    if (a->saved.memory) copy_token(&a->cache, a->places[r], &a->saved, r);
   }
   return 0;
 }

@@ -59,9 +59,9 @@ template <int D, class C, class H, int R> struct decode_copies {
   split_plan plan;
   const int lane, kv_head;
   const uint32_t ring_at;
-  int *const indices;   /* [STAGES, KEYS]: of the ring's keys; -1: not seen */
-  const bool runs, few; /* a lane looks up eight keys; there are up to 32 sequences */
-  const int log_batch;  /* looked up at once: 32 runs of keys, which are 2^n tiles */
+  int *const indices;  /* [STAGES, KEYS]: of the ring's keys; -1: not seen */
+  const bool runs;     /* a lane looks up eight keys */
+  const int log_batch; /* looked up at once: 32 runs of keys, which are 2^n tiles */
   const char *const cache;
   const int64_t to_value;
   const int head_dim, row_bytes;
@@ -75,20 +75,15 @@ template <int D, class C, class H, int R> struct decode_copies {
   int now_tiles, next_tiles, now_tile;
 
   __device__ __forceinline__ decode_copies(const kvl_paged_attention_args &args,
-                                           const split_place &place_, uint32_t *sums,
-                                           int kv_head_, uint32_t ring, int *indices_)
-      : a(args), place(place_), plan(args, place_, sums), lane(threadIdx.x % WARP),
+                                           const split_place &place_, int *kept, int kv_head_,
+                                           uint32_t ring, int *indices_)
+      : a(args), place(place_), plan(args, place_, kept), lane(threadIdx.x % WARP),
         kv_head(kv_head_), ring_at(ring), indices(indices_),
-        runs(packs<C> || args.cache.block_size % 8 == 0), few(place_.chunks == 1),
+        runs(packs<C> || args.cache.block_size % 8 == 0),
         log_batch(runs ? 8 - KEYS_LOG : 5 - KEYS_LOG), cache((const char *)args.cache.memory),
         to_value(kvl__to_value(&args.cache, kv_head_)), head_dim(args.cache.key.dim),
         row_bytes(args.cache.key.bytes_row), once(read_once()) {}
 
-  /* All lanes call it: of up to 32 sequences, each has the length of one. (In shared memory,
-   * ptxas 13.0 read that of the sequence after in one kernel.) */
-  __device__ __forceinline__ int length_of(int seq) const {
-    return few ? __shfl_sync(ALL_LANES, plan.early, seq) : a.lens[seq];
-  }
   __device__ __forceinline__ paged_keys keys_ahead() const {
     return paged_keys(a, ahead_seq, kv_head, window_begin(a, ahead_length - 1), ahead_length);
   }
@@ -101,7 +96,7 @@ template <int D, class C, class H, int R> struct decode_copies {
     share_begin = has_share ? plan.begin(share) : 0;
     share_end = has_share ? plan.begin(share + 1) : 0;
     ahead_seq = plan.find(share_begin, seq_begin);
-    ahead_length = length_of(ahead_seq), ahead_begin = seq_begin;
+    ahead_length = plan.length_of(ahead_seq), ahead_begin = seq_begin;
     ahead_tiles = plan.tiles(ahead_length);
     ahead = share_begin + member;
     now_tile = now_tiles = next_tiles = 0;
@@ -122,7 +117,7 @@ template <int D, class C, class H, int R> struct decode_copies {
     if (ahead >= share_end) return;
     while (ahead >= ahead_begin + ahead_tiles) {
       ahead_begin += ahead_tiles;
-      ahead_length = length_of(++ahead_seq);
+      ahead_length = plan.length_of(++ahead_seq);
       ahead_tiles = plan.tiles(ahead_length);
     }
     const uint32_t end = min(share_end, ahead_begin + ahead_tiles);

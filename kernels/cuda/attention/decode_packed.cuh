@@ -396,7 +396,7 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
     for (int t = 0; t < EIGHTS; t++)
 #pragma unroll
       for (int c = 0; c < 2; c++) {
-        if constexpr (H::ACTIVE) { /* a head may hide what others see: see paged_mend.cuh */
+        if constexpr (H::HIDES) { /* a head may hide what others see: see paged_mend.cuh */
           float all = 0.f;
 #pragma unroll
           for (int n = 0; n < D / 16; n++) all += out[t][n][c] + out[t][n][c + 2];

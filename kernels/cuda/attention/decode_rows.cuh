@@ -194,7 +194,7 @@ template <class T, int D, class C, class H> struct decode_rows : decode_unit<H> 
 
   /* Ends the sums over keys: l becomes the sum over all lanes of a row. */
   __device__ __forceinline__ void end_sums() {
-    if constexpr (H::ACTIVE) { /* a head may hide what others see: see paged_mend.cuh */
+    if constexpr (H::HIDES) { /* a head may hide what others see: see paged_mend.cuh */
       float all[2] = {};
 #pragma unroll
       for (int n = 0; n < D / 8; n++)

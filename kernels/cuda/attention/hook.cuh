@@ -1,7 +1,8 @@
 /* The hook of an attention kernel (hook.h). Kernels are compiled without one (no_hook) and,
  * while the program runs, by NVRTC with the hook of a policy, a struct that
  * lua/kvlab/kernel/print/cuda.lua writes:
- *   ACTIVE, KEEPS     whether it changes scores, and whether they are kept
+ *   ACTIVE            whether there is a hook
+ *   HIDES, KEEPS      whether it changes scores, and so may hide keys; whether they are kept
  *   scores, room      where: f32 [tokens, heads, room], by index
  *   operator()(score, row, index)   the new score; scores are in base 2 */
 #ifndef KVL_CUDA_HOOK_CUH
@@ -18,7 +19,7 @@ struct hook_row {
 };
 
 struct no_hook {
-  static constexpr bool ACTIVE = false, KEEPS = false;
+  static constexpr bool ACTIVE = false, HIDES = false, KEEPS = false;
 };
 
 /* Keeps the score of row `row` of [tokens, heads] and the key at `index`. */

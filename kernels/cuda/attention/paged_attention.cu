@@ -106,18 +106,20 @@ int64_t count_parts(const kvl_paged_attention_args &a, const split_place &p) {
   return (p.shares + (a.seqs < p.shares ? a.seqs : p.shares)) * (int64_t)p.units.by * p.rows;
 }
 /* Does a decode note rows to mend? A hook may hide a key from one head and show it to another. */
-bool decode_notes(const kvl_paged_attention_args &a, bool hooked) {
-  return hooked && a.dtype != KVL_DTYPE_F32;
+bool decode_notes(const hooked &h) {
+  return h.hook && !h.only_keeps && h.base.dtype != KVL_DTYPE_F32;
 }
-size_t place_bytes(const kvl_paged_attention_args &a, const split_place &p, bool hooked) {
-  const size_t notes = decode_notes(a, hooked) ? note_bytes(a) : 0;
+size_t place_bytes(const hooked &h, const split_place &p) {
+  const kvl_paged_attention_args &a = h.base;
+  const size_t notes = decode_notes(h) ? note_bytes(a) : 0;
   if (p.shares == 1) return notes;
   return notes + count_parts(a, p) * (a.cache.key.dim + 1) * sizeof(float);
 }
 
 /* How a decode is cut: into as many shares as a unit has teams on the device at once, unless
  * some of them would have nothing to do. */
-split_place decode_place(const kvl_paged_attention_args &a, int sm_count, bool hooked) {
+split_place decode_place(const hooked &h, int sm_count) {
+  const kvl_paged_attention_args &a = h.base;
   const int group = (int)(a.heads / a.cache.kv_heads), rows = decode_rows(a);
   const decode_kind kind = decode_kind_of(a.dtype, a.cache.codec, a.cache.key.dim, group);
   split_place p = {};
@@ -129,7 +131,8 @@ split_place decode_place(const kvl_paged_attention_args &a, int sm_count, bool h
   p.block = divisor(a.cache.block_size);
   const int64_t room = a.max_blocks * a.cache.block_size;
   p.most_keys = (int)(room < INT_MAX ? room : INT_MAX);
-  p.chunk = WARP * ceil_div(a.seqs, WARP * PLAN_CHUNKS);
+  p.chunk = a.seqs <= PLAN_LENGTHS ? ceil_div(a.seqs, WARP)
+                                   : WARP * ceil_div(a.seqs, WARP * PLAN_CHUNKS);
   p.chunks = ceil_div(a.seqs, p.chunk);
   while (1 << p.tile_shift < kind.tile_keys) p.tile_shift++;
   /* With more warps in a team there are fewer partial results to join. A team gets as many
@@ -146,7 +149,7 @@ split_place decode_place(const kvl_paged_attention_args &a, int sm_count, bool h
   const int64_t most = warps / p.team() / units, shares = tiles < most ? tiles : most;
   p.shares = shares < 1 ? 1 : (int)shares;
   char *at = (char *)a.workspace;
-  if (decode_notes(a, hooked)) p.notes = (uint8_t *)at, at += note_bytes(a);
+  if (decode_notes(h)) p.notes = (uint8_t *)at, at += note_bytes(a);
   p.out = (float *)at;
   p.lse = p.out + count_parts(a, p) * a.cache.key.dim;
   return p;
@@ -175,7 +178,7 @@ template <class T, int D, class C, int R>
 int launch_decode(const hooked &h, const kvl_cuda_queue *q) {
   using shape = decode_shape<D, C, R>;
   const kvl_paged_attention_args &a = h.base;
-  const split_place place = decode_place(a, q->sm_count, h.hook);
+  const split_place place = decode_place(h, q->sm_count);
   const int blocks = decode_blocks(place, shape::WARPS);
   if (h.hook) {
     hook_kernel k = {"", blocks, 1, shape::WARPS * WARP, shape::SHARED_BYTES, true};
@@ -247,7 +250,7 @@ int launch_f32_decode(const hooked &h, const kvl_cuda_queue *q) {
   using shape = f32_shape<T, D>;
   constexpr int THREADS = shape::WARPS * WARP, BYTES = shape::SHARED_BYTES;
   const kvl_paged_attention_args &a = h.base;
-  const split_place place = decode_place(a, q->sm_count, h.hook);
+  const split_place place = decode_place(h, q->sm_count);
   const int blocks = decode_blocks(place, shape::WARPS);
   int status;
   if (h.hook) {
@@ -346,11 +349,12 @@ template <class T> int launch_16bit_decode(const hooked &h, const kvl_cuda_queue
 
 template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
-  const int status = a.listed ? launch_listed(h, q)
-                     : a.starts || wgmma_takes(a, q->device, h.hook)
-                         ? launch_16bit_prefill<T>(h, q)
-                         : launch_16bit_decode<T>(h, q);
-  return status < 0 || !h.hook ? status : launch_hooked_mend<T>(h, q);
+  const bool is_decode = !a.listed && !a.starts && !wgmma_takes(a, q->device, h.hook);
+  const int status = a.listed    ? launch_listed(h, q)
+                     : is_decode ? launch_16bit_decode<T>(h, q)
+                                 : launch_16bit_prefill<T>(h, q);
+  const bool mends = is_decode ? decode_notes(h) : h.hook != nullptr;
+  return status < 0 || !mends ? status : launch_hooked_mend<T>(h, q);
 }
 
 int launch(const hooked &h, const kvl_cuda_queue *q) {
@@ -395,7 +399,7 @@ KVL_CUDA_WORKSPACE(paged_attention) {
   cudaGetDevice(&device);
   if (kvl::wgmma_takes(a, device, h.hook))
     return kvl::wgmma_bytes(a, device, sm_count, h.hook);
-  if (!a.starts) return kvl::place_bytes(a, kvl::decode_place(a, sm_count, h.hook), h.hook);
+  if (!a.starts) return kvl::place_bytes(h, kvl::decode_place(h, sm_count));
   return a.dtype == KVL_DTYPE_F32 ? 0 : kvl::note_bytes(a);
 }
 

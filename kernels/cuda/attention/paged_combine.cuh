@@ -15,10 +15,10 @@ namespace kvl {
 __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     paged_combine(const __grid_constant__ kvl_paged_attention_args a,
                   const __grid_constant__ split_place place, int dim_lanes) {
-  __shared__ uint32_t sums[PLAN_CHUNKS];
+  __shared__ int kept[PLAN_LENGTHS];
   let_next_start();
   /* The lengths may be read before the wait: the decode kernel waited for them. */
-  split_plan plan(a, place, sums);
+  split_plan plan(a, place, kept);
   plan.make();
   const combine_lanes lanes(dim_lanes);
   const int head_dim = a.cache.value.dim;
@@ -46,7 +46,9 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
       seq = plan.find(plan.begin(share + 1) - 1, first);
       if (first < plan.begin(share)) continue;
     }
-    const int count = (int)(plan.share_of(first + plan.tiles(a.lens[seq]) - 1) - share) + 1;
+    const int count = (int)(plan.share_of(first + plan.tiles(plan.length_of(seq)) - 1) -
+                            share) +
+                      1;
     const query_rows rows = unit_rows(place, seq, unit);
     if (count == 1 || row >= rows.count) continue;
     const uint32_t first_part = place.part(share, seq, a.seqs, unit, true) * place.rows + row;

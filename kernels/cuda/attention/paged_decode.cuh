@@ -39,7 +39,7 @@ constexpr uint32_t LONG_SHARE = 96;
 
 /* What the warps of a thread block have in shared memory beside their rings. */
 template <class S> struct decode_memory {
-  uint32_t sums[PLAN_CHUNKS];
+  int kept[PLAN_LENGTHS];           /* see split_plan */
   float2 states[S::WARPS][S::ROWS]; /* (m, l) of the warps' rows, */
   int sums_at[S::WARPS];            /* and the stages with their sums */
 };
@@ -80,7 +80,7 @@ template <class T, int D, class C, class H, int R> struct decode_warp {
                                          const split_place &place_, const H &hook,
                                          decode_memory<shape> &memory_, char *shared_)
       : a(args), place(place_), memory(memory_), shared(shared_), task(place_),
-        copies(args, place_, memory_.sums, task.kv_head,
+        copies(args, place_, memory_.kept, task.kv_head,
                shared_address(shared_ + task.warp * STAGES * shape::STAGE_BYTES),
                (int *)(shared_ + shape::RING_BYTES) + task.warp * STAGES * shape::KEYS),
         rows(args, place_, hook, task.unit, task.kv_head) {}
@@ -97,12 +97,14 @@ template <class T, int D, class C, class H, int R> struct decode_warp {
    *
    * While the kernels ahead still run, the share is found by lengths that may change. If only
    * a table lies between them and the keys, the first tile is looked up, too, and the L2 asked
-   * for it. The guess is checked when its copies are under way. */
+   * for it. The guess is checked when its copies are under way: by each warp, or, where the
+   * thread block shares the lengths, by all of its warps together. */
   __device__ __forceinline__ bool start() {
-    const bool early_look_up = copies.few && !a.selection && !a.slots;
+    const bool is_few = place.is_few(),
+               early_look_up = place.by_lane() && !a.selection && !a.slots;
     const int lane = task.lane;
 #pragma unroll 1
-    for (bool early = copies.few;; early = false) {
+    for (bool early = place.by_lane();; early = false) {
       if (!early) wait_for_previous();
       seq = copies.find_share(task.share, task.member, seq_begin);
       length = copies.ahead_length, tiles = copies.ahead_tiles;
@@ -112,8 +114,8 @@ template <class T, int D, class C, class H, int R> struct decode_warp {
       copies.take_batch();
       if (early && early_look_up && copies.runs && copies.now.index >= 0) copies.ask_ahead();
       wait_for_previous(); /* after the first time this costs nothing */
-      int length_now = 0, physical_now = guess.physical;
-      if (early && lane < a.seqs) length_now = read_early(a.lens + lane);
+      int length_now = copies.plan.early, physical_now = guess.physical;
+      if (early && is_few && lane < a.seqs) length_now = read_early(a.lens + lane);
       if (early && early_look_up && guess.index >= 0)
         physical_now = read_early(copies.keys_ahead().table +
                                   place.block.quotient(guess.index));
@@ -121,8 +123,10 @@ template <class T, int D, class C, class H, int R> struct decode_warp {
       copies.fetch(0);
       copy_commit();
       if constexpr (!BEGINS_LATE) begin_sequence();
-      if (!early || !__any_sync(ALL_LANES, length_now != copies.plan.early ||
-                                               physical_now != guess.physical))
+      if (!early) break;
+      const bool old = length_now != copies.plan.early || physical_now != guess.physical;
+      if (!(is_few ? __any_sync(ALL_LANES, old)
+                   : __syncthreads_or(old || copies.plan.is_old())))
         break;
       copy_wait<0>();
       __syncwarp();
@@ -172,7 +176,7 @@ template <class T, int D, class C, class H, int R> struct decode_warp {
       if (piece_end == share_end) break;
       named_sync(task.team + 1, place.team() * WARP); /* the sums were read */
       seq_begin += tiles;
-      length = copies.length_of(++seq);
+      length = copies.plan.length_of(++seq);
       tiles = copies.plan.tiles(length);
       fresh = true;
     }

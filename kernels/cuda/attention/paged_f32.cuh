@@ -319,10 +319,10 @@ __device__ __forceinline__ void f32_decode(const kvl_paged_attention_args &a,
                                            const split_place &place, const H &hook) {
   using shape = f32_shape<T, D>;
   extern __shared__ __align__(128) char shared[];
-  __shared__ uint32_t sums[PLAN_CHUNKS];
+  __shared__ int kept[PLAN_LENGTHS];
   __shared__ f32_rows<ROWS> sees[shape::WARPS];
   wait_for_previous();
-  split_plan plan(a, place, sums);
+  split_plan plan(a, place, kept);
   plan.make();
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int task = blockIdx.x * shape::WARPS + warp;

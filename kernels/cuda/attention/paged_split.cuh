@@ -39,6 +39,8 @@ struct split_place {
   int chunk, chunks;        /* sequences per chunk, which is summed up together */
   int tile_shift;           /* a tile has 2^n keys */
   __host__ __device__ int team() const { return 1 << team_shift; }
+  __device__ bool is_few() const { return chunk == 1; }      /* each lane has one sequence */
+  __device__ bool by_lane() const { return chunks <= WARP; } /* each lane has a chunk */
   /* starts: the sequence begins in the share */
   __device__ int64_t part(int64_t share, int64_t seq, int64_t seqs, int unit,
                           bool starts) const {
@@ -57,7 +59,9 @@ __device__ __forceinline__ query_rows unit_rows(const split_place &place, int64_
           min(place.rows, place.group - first)};
 }
 
-constexpr int PLAN_CHUNKS = 256;
+/* Of up to PLAN_LENGTHS sequences, a thread block keeps the lengths, and each lane of a warp
+ * has a chunk. More sequences are at most PLAN_CHUNKS chunks of whole warps. */
+constexpr int PLAN_LENGTHS = 1024, PLAN_CHUNKS = 256;
 
 /* Where every share lies. Tile numbers are 32-bit: 2^32 tiles would take a minute. A cold
  * start is slow because it is a long sequence of instructions, so the host does every
@@ -65,8 +69,9 @@ constexpr int PLAN_CHUNKS = 256;
 struct split_plan {
   const kvl_paged_attention_args &a;
   const split_place &place;
-  uint32_t *sums;             /* [PLAN_CHUNKS]: the tiles of every chunk of sequences */
-  uint32_t shares, per, more; /* the first `more` shares have per + 1 tiles */
+  int *kept;                  /* [PLAN_LENGTHS]: the lengths, or the tiles of every chunk */
+  uint32_t shares, per, more; /* `more` of the shares have per + 1 tiles, the others per */
+  uint32_t own;               /* the tiles of this lane's chunk */
   int early;                  /* the length of this lane's, of up to 32 sequences */
 
   /* How many tiles come before the first key that is seen. */
@@ -84,52 +89,81 @@ struct split_plan {
     return max(end - first_tile(length), 1);
   }
 
-  __device__ uint32_t tiles_of(int seq) const {
-    return tiles(place.chunks == 1 ? early : a.lens[seq]);
+  /* The length of a sequence; all lanes of a warp call it. (In shared memory, ptxas 13.0
+   * read that of the sequence after in one kernel, so few lengths are in registers.) */
+  __device__ __forceinline__ int length_of(int seq) const {
+    return place.is_few() ? __shfl_sync(ALL_LANES, early, seq) : many(seq);
   }
-  /* The tiles of a chunk; all lanes of a warp call it. */
+  /* The length of one of more than 32 sequences. */
+  __device__ __forceinline__ int many(int seq) const {
+    return place.by_lane() ? kept[seq] : a.lens[seq];
+  }
+  /* The tiles of a chunk of whole warps; all lanes of a warp call it. */
   __device__ uint32_t chunk_tiles(int chunk) const {
     const int end = min((chunk + 1) * place.chunk, (int)a.seqs);
     uint32_t sum = 0;
 #pragma unroll 1
     for (int s = chunk * place.chunk + threadIdx.x % WARP; s < end; s += WARP)
-      sum += tiles_of(s);
+      sum += tiles(a.lens[s]);
     return __reduce_add_sync(ALL_LANES, sum);
   }
 
-  /* `shared` has room for PLAN_CHUNKS numbers. */
+  /* `shared` has room for PLAN_LENGTHS numbers. */
   __device__ split_plan(const kvl_paged_attention_args &args, const split_place &place_,
-                        uint32_t *shared)
-      : a(args), place(place_), sums(shared) {}
-  /* All threads of the block call this. For up to 32 sequences (one chunk) it has no barrier,
-   * and the lengths may change: the plan is that of `early`. */
+                        int *shared)
+      : a(args), place(place_), kept(shared) {}
+  /* All threads of the block call this. For up to 32 sequences it has no barrier. For up to
+   * PLAN_LENGTHS the lengths may change: the plan is that of the lengths that were read. */
   __device__ void make() {
-    const int lane = threadIdx.x % WARP;
+    const int lane = threadIdx.x % WARP, seqs = (int)a.seqs;
     uint32_t total = 0;
-    if (place.chunks == 1) {
-      early = lane < a.seqs ? read_early(a.lens + lane) : 0;
-      total = chunk_tiles(0);
+    early = 0;
+    if (place.is_few()) {
+      early = lane < seqs ? read_early(a.lens + lane) : 0;
+      total = lane < seqs ? tiles(early) : 0;
+    } else if (place.by_lane()) {
+#pragma unroll 1
+      for (int s = threadIdx.x; s < seqs; s += blockDim.x) kept[s] = read_early(a.lens + s);
+      __syncthreads();
+      const int end = min((lane + 1) * place.chunk, seqs);
+#pragma unroll 1
+      for (int s = lane * place.chunk; s < end; s++) total += tiles(kept[s]);
     } else {
       const int warps = blockDim.x / WARP;
 #pragma unroll 1
       for (int c = threadIdx.x / WARP; c < place.chunks; c += warps) {
         const uint32_t sum = chunk_tiles(c);
-        if (lane == 0) sums[c] = sum;
+        if (lane == 0) kept[c] = (int)sum;
       }
       __syncthreads();
 #pragma unroll 1
-      for (int c = lane; c < place.chunks; c += WARP) total += sums[c];
-      total = __reduce_add_sync(ALL_LANES, total);
+      for (int c = lane; c < place.chunks; c += WARP) total += (uint32_t)kept[c];
     }
+    own = total;
+    total = __reduce_add_sync(ALL_LANES, total);
     shares = max(min(total / place.least, (uint32_t)place.shares), 1u);
     per = total / shares;
     more = total - per * shares;
   }
 
-  __device__ uint32_t begin(uint32_t share) const { return share * per + min(share, more); }
+  /* Whether a length that this thread kept, of more than 32 and up to PLAN_LENGTHS sequences,
+   * has changed. */
+  __device__ bool is_old() const {
+    bool old = false;
+#pragma unroll 1
+    for (int s = threadIdx.x; s < (int)a.seqs; s += blockDim.x)
+      old |= read_early(a.lens + s) != kept[s];
+    return old;
+  }
+
+  /* Where a share begins: shares differ by a tile at most, and if their number is a multiple
+   * of that of equal sequences, each sequence begins with a share. */
+  __device__ uint32_t begin(uint32_t share) const {
+    return share * per + share * more / shares;
+  }
+  /* The last share that does not begin after a tile. */
   __device__ uint32_t share_of(uint32_t tile) const {
-    const uint32_t longer = more * (per + 1);
-    return tile < longer ? tile / (per + 1) : more + (tile - longer) / per;
+    return (uint32_t)quotient_of(((int64_t)tile + 1) * shares - 1, per * shares + more);
   }
 
   /* The first i >= at for which `before` plus the values up to i exceeds `tile`; before
@@ -145,23 +179,27 @@ struct split_plan {
       if (past || at + WARP >= end) return at + last;
     }
   }
+  /* The tiles of a chunk. Lane c of a warp may ask for those of chunks c, 32 + c, ... */
+  __device__ uint32_t sum_of(int chunk) const {
+    return place.by_lane() ? own : (uint32_t)kept[chunk];
+  }
   /* The sequence of a tile; `first` becomes the number of the sequence's first tile. */
   __device__ int find(uint32_t tile, uint32_t &first) const {
     first = 0;
-    int chunk = 0;
-    if (place.chunks > 1)
-      chunk = first_past(0, place.chunks, tile, first, [&](int c) { return sums[c]; });
+    const int chunk = first_past(0, place.chunks, tile, first,
+                                 [&](int c) { return sum_of(c); });
+    if (place.is_few()) return chunk;
     return first_past(chunk * place.chunk, min((chunk + 1) * place.chunk, (int)a.seqs), tile,
-                      first, [&](int s) { return tiles_of(s); });
+                      first, [&](int s) { return (uint32_t)tiles(many(s)); });
   }
   /* The first tile of a sequence. */
   __device__ uint32_t first_of(int seq) const {
     const int lane = threadIdx.x % WARP, chunk = seq / place.chunk;
     uint32_t sum = 0;
 #pragma unroll 1
-    for (int c = lane; c < chunk; c += WARP) sum += sums[c];
+    for (int c = lane; c < chunk; c += WARP) sum += sum_of(c);
 #pragma unroll 1
-    for (int s = chunk * place.chunk + lane; s < seq; s += WARP) sum += tiles(a.lens[s]);
+    for (int s = chunk * place.chunk + lane; s < seq; s += WARP) sum += tiles(many(s));
     return __reduce_add_sync(ALL_LANES, sum);
   }
 };

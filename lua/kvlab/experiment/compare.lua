@@ -222,15 +222,21 @@ local function measure(all, metric)
            difference = difference_of(list, metric, of_a, of_b, of_texts) }
 end
 
---- Returns the sorted names of the metrics that are numbers.
+--- Returns the sorted names of the metrics that are numbers, and for those that only the
+-- rows of A or only those of B have, in which.
 local function metric_names(list)
-  local names = {}
+  local names, of, only = {}, { a = {}, b = {} }, {}
   for _, pair in ipairs(list) do
-    for name, value in pairs(pair.a.metrics) do
-      if type(value) == "number" then names[name] = true end
+    for side, has in pairs(of) do
+      for name, value in pairs(pair[side].metrics) do
+        if type(value) == "number" then names[name], has[name] = true, true end
+      end
     end
   end
-  return sorted.keys(names)
+  for name in pairs(names) do
+    only[name] = not of.b[name] and "A" or not of.a[name] and "B" or nil
+  end
+  return sorted.keys(names), only
 end
 
 --- Groups pairs by their values of some axes, in the order in which the values first
@@ -407,7 +413,8 @@ function M.main(a, b, options)
     fail("A and B have no configuration in common: A begins with %s, B with %s",
       results.key(rows_a[1].config), results.key(rows_b[1].config))
   end
-  local metrics, axes = metric_names(p.list), options.by or {}
+  local metrics, only = metric_names(p.list)
+  local axes = options.by or {}
   check_names(options.metric or {}, metrics, "--metric")
   check_names(axes, texts_of_configs(rows_a), "--by")
   io.write("A  ", words_a, "\nB  ", words_b, "\n")
@@ -424,6 +431,12 @@ function M.main(a, b, options)
     #p.list, p.seeds, p.only_a, p.only_b))
   if p.noted > 0 then
     io.write(("%d pairs are left out because a row has a note.\n"):format(p.noted))
+  end
+  for _, metric in ipairs(options.metric or metrics) do
+    if only[metric] then
+      io.write(("%s is in %s only, so it is not compared.\n"):format(metric,
+        only[metric]))
+    end
   end
   local has_all = true
   for _, line in ipairs(lines) do has_all = has_all and line.difference[2] ~= nil end

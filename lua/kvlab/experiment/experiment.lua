@@ -98,6 +98,18 @@ function M.reads(path)
   sources.keep(path)
 end
 
+--- The rows of an experiment's results, on which the rows of this process depend from now
+-- on, as on any file that `reads` names.
+---@param path string  the folder of the results, or a file of rows (.jsonl)
+---@return {config: table, metrics: table}[]  empty if there is no such file
+function M.rows(path)
+  if type(path) ~= "string" then
+    error(("rows: path is a %s, expected a string"):format(type(path)), 2)
+  end
+  M.reads(path:find "%.jsonl$" and path or path .. "/results.jsonl")
+  return (results.read(path))
+end
+
 --- Records the outcome of each configuration that had no row: stores its row or reports
 -- its failure. The configurations run in this process or in workers.
 ---@class kvlab.experiment.record
@@ -241,11 +253,24 @@ local function write_pictures(plan, pictures, folder)
   return names, reason
 end
 
+--- Says how many rows lack the cost that --over asks for.
+local function explain_over(rows, over)
+  local lacking = 0
+  for _, row in ipairs(over and rows or {}) do
+    lacking = lacking + (row.metrics[over] == nil and 1 or 0)
+  end
+  if lacking > 0 then
+    io.write(("%d of %d rows have no %s: it was not counted when they were computed\n")
+      :format(lacking, #rows, over))
+  end
+end
+
 --- Prints the tables, writes the plots and the report into a folder, and prints where
 -- everything is. Tables and plots show the means of repeats.
 local function finish(plan, store, manifest, folder, given)
   local rows = rows_of_plan(plan, store)
   local axes, shown = plan.grid.axes, rows
+  explain_over(rows, given.over)
   if plan.repeats > 1 then
     shown = results.summarise(rows, plan.proportions)
     axes = { { name = "seed" } }

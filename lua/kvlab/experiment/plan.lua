@@ -1,6 +1,7 @@
 --- The plan of an experiment: checks its specification, applies --quick and --set, and
 -- lists the configurations. Errors are raised without a position; kvlab.experiment
 -- adds the line of the script.
+local costs = require "kvlab.experiment.costs"
 local grids = require "kvlab.experiment.grid"
 local hint = require("kvlab.words").hint
 local options = require "kvlab.options"
@@ -71,8 +72,9 @@ end
 --- Checks the description of a table or plot against the grid, and returns a copy with a
 -- title or caption. Every axis with several values must have a place, or several rows
 -- would share a cell or a point.
-local function check_view(grid, view, what)
+local function check_view(grid, view, what, over)
   options.check(what, view, VIEWS[what], 0)
+  view = costs.chosen(view, over)
   local resolved, placed = {}, {}
   for key, value in pairs(view) do resolved[key] = value end
   resolved.where = resolve_where(grid, view.where, what)
@@ -101,7 +103,8 @@ local function check_view(grid, view, what)
   if what == "plot" then
     local title = view.title
       or (view.ylabel or view.y) .. " by " .. (view.xlabel or view.x)
-    title = title:gsub("{([%w_]+)}", grid.defaults)
+    title = title:gsub("{over}", costs.words(view.x) or "{over}")
+      :gsub("{([%w_]+)}", grid.defaults)
     resolved.title = words == "" and title or ("%s (%s)"):format(title, words)
   else
     if view.beside then metric = ("%s (%s)"):format(metric, view.beside) end
@@ -113,8 +116,9 @@ end
 
 --- Checks the description of a Pareto front's table. Its axes are those that have several
 -- values and are not in `where`.
-local function check_front(grid, view)
+local function check_front(grid, view, over)
   options.check("table", view, text_table.FRONT, 0)
+  view = costs.chosen(view, over)
   local resolved = { where = resolve_where(grid, view.where, "table"), axes = {} }
   for key, value in pairs(view) do resolved[key] = resolved[key] or value end
   for _, axis in ipairs(grid.axes) do
@@ -130,15 +134,15 @@ end
 
 --- Checks one description, or a list of them, and returns a list. Returns nil and
 -- functions as they are.
-local function check_views(grid, given, what)
+local function check_views(grid, given, what, over)
   if type(given) ~= "table" then return given end
   local views = {}
   for i, view in ipairs(given[1] and given or { given }) do
     if type(view) ~= "table" then
       fail("%s[%d] is a %s, expected a table", what, i, type(view))
     end
-    views[i] = what == "table" and view.front and check_front(grid, view)
-      or check_view(grid, view, what)
+    views[i] = what == "table" and view.front and check_front(grid, view, over)
+      or check_view(grid, view, what, over)
   end
   return views
 end
@@ -259,7 +263,8 @@ end
 ---@field required string[]     metrics that every row must have
 ---@field environment {device: string, description: string|nil, driver: string|nil}
 ---@field settings table        what setup and run get: the defaults, seed, device, quick,
----  out, configs; also isa if --isa gives it, link_gbps and link_us if a link is emulated
+---  out, configs; over: the cost that --over asks for (costs.lua); also isa if --isa
+---  gives it, link_gbps and link_us if a link is emulated
 ---@field table table[]|function|nil
 ---@field plot table[]|function|nil
 
@@ -278,6 +283,7 @@ function M.new(spec, given)
   local repeats, fresh, keeps_stale = apply_options(spec, grid, given)
   local root = given.out
     or "results/" .. spec.name .. (given.quick and "-quick" or "")
+  if given.over then costs.check(given.over, spec.name, grid.metrics) end
   local plan = {
     name = spec.name, title = spec.title or spec.name, grid = grid, repeats = repeats,
     fresh = fresh, keeps_stale = keeps_stale, root = root,
@@ -285,8 +291,8 @@ function M.new(spec, given)
     proportions = spec.proportions or {},
     folder = root, shard = given.shard,
     environment = given.environment or find_environment(spec.environment),
-    table = check_views(grid, spec.table, "table"),
-    plot = check_views(grid, spec.plot, "plot"),
+    table = check_views(grid, spec.table, "table", given.over),
+    plot = check_views(grid, spec.plot, "plot", given.over),
     order = { "config", "metrics", "each", "trials", "made_by", unpack(grid.names) },
     configs = {},
   }
@@ -315,7 +321,8 @@ function M.new(spec, given)
   for _, name in ipairs(spec.metrics or {}) do plan.order[#plan.order + 1] = name end
   plan.settings = { seed = given.seed, device = fixed.device, out = plan.folder,
                     isa = fixed.isa, quick = given.quick, configs = plan.configs,
-                    link_gbps = fixed.link_gbps, link_us = fixed.link_us }
+                    link_gbps = fixed.link_gbps, link_us = fixed.link_us,
+                    over = given.over or costs.NAMES[1] }
   for name, value in pairs(grid.defaults) do plan.settings[name] = value end
   return plan
 end

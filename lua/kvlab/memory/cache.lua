@@ -15,7 +15,7 @@ local protected = require "kvlab.protected"
 local resident = require "kvlab.memory.resident"
 local sequence = require "kvlab.memory.sequence"
 
-local C = library.C
+local C, check = library.C, library.check
 local M = {}
 
 ---@class kvlab.Cache
@@ -38,6 +38,8 @@ local M = {}
 --                             pages, …], and by head with one KV head in a page
 local Cache = {}
 Cache.__index = Cache
+
+---@class kvlab.CacheStats  what Cache:stats returns, which lists its numbers
 
 --- The set of open caches, as keys.
 M.open = setmetatable({}, { __mode = "k" })
@@ -83,6 +85,7 @@ function M.cache(o)
     cut_heads = tables == "head" and o.kv_heads or 1,
     layers = o.layers, blocks = o.blocks, block_size = o.block_size,
     kv_heads = o.kv_heads, head_dim = o.head_dim, layer_views = {},
+    bytes_copied = 0, bytes_prefetched = 0,
   }, Cache)
   self.pages = o.blocks * self.cut_layers * self.cut_heads
   self.format = formats.new({ format = o.format or "bf16", layers = o.layers,
@@ -121,6 +124,65 @@ end
 --- The number of pages that no sequence holds.
 function Cache:pages_free() return C.kvl_pool_blocks_free(self.pool) end
 
+local pool_stats = ffi.new "kvl_pool_stats"
+local COUNTERS = { "pages_evicted", "bytes_evicted", "bytes_moved", "bytes_to_device",
+                   "bytes_to_host", "bytes_copied" }
+local SINCE = options.optional({ "an earlier result of stats", function(x)
+  if type(x) ~= "table" then return false end
+  for _, name in ipairs(COUNTERS) do
+    if not options.number[2](x[name]) then return false end
+  end
+  return true
+end })
+
+--- Bytes of one of the cache's `pages`: of a block in all layers, unless the tables are
+-- by layer or head.
+local function bytes_page(self)
+  return self.format:bytes_page() * self.layers / self.cut_layers
+end
+
+--- What KV memory holds and what it moved, in bytes of K and V:
+--   bytes_held       of the pages that sequences or others hold now
+--   bytes_peak       the most that were held at once, since the cache was made or
+--                    reset_peak; what a step held that then failed counts, too
+--   bytes_evicted    of the pages that evictions gave back, less those that they took for
+--                    the tokens that stay. An eviction that is taken back does not count
+--   bytes_moved      the sum of the next three, since the cache was made
+--   bytes_to_device  over the link to the device: by the ring, the hot cache, prefetches,
+--                    and ctx:attention_weights
+--   bytes_to_host    over the link to host memory
+--   bytes_copied     to other pages: shared blocks that a sequence writes to, forks where
+--                    tokens are evicted, tokens that stay after a prompt, and in decode
+--                    tokens that others replace, which are kept until the step is over
+-- and pages_held, pages_peak, pages_evicted, of the cache's `pages` of bytes_page each.
+-- Waits for the device if KV lies in host memory. A prefetch counts once its ticket was
+-- found to be over. Not counted are what Store:get_block reads, which is given memory and
+-- no cache (Store:stats has it), what scores read in host memory (a probe counts it), and
+-- copies in a graph that a script recorded by itself.
+-- since: an earlier result, from which evictions and bytes moved are counted then; the
+-- peak is since reset_peak.
+---@param since? kvlab.CacheStats
+---@return kvlab.CacheStats
+function Cache:stats(since)
+  check(C.kvl_pool_stats_get(self.pool, pool_stats))
+  local to_device, to_host = self.tier:bytes()
+  local page, out = bytes_page(self), {}
+  out.bytes_to_device = to_device + self.bytes_prefetched
+  out.bytes_to_host, out.bytes_copied, out.bytes_page = to_host, self.bytes_copied, page
+  out.bytes_moved = out.bytes_to_device + to_host + self.bytes_copied
+  for _, name in ipairs { "held", "peak", "evicted" } do
+    local pages = tonumber(pool_stats["blocks_" .. name])
+    out["pages_" .. name], out["bytes_" .. name] = pages, pages * page
+  end
+  for _, name in ipairs(since and COUNTERS or {}) do
+    out[name] = out[name] - since[name]
+  end
+  return out
+end
+
+--- Begins bytes_peak again, with what is held now.
+function Cache:reset_peak() check(C.kvl_pool_reset_peak(self.pool)) end
+
 --- Makes an empty sequence.
 ---@return kvlab.Sequence
 function Cache:sequence() return sequence.new(self) end
@@ -157,6 +219,14 @@ function Cache:copy_blocks(from, to)
     self.tier:before_copy(layer, to)
     self.format:copy(from, to, self:layer(layer))
   end
+  self.bytes_copied = self.bytes_copied + tonumber(from.count) * bytes_page(self)
+end
+
+--- Notes that `tokens` tokens of a layer's table were copied: of all KV heads that a page
+-- holds.
+function Cache:count_copied(tokens)
+  self.bytes_copied = self.bytes_copied
+    + tokens * self.kv_heads / self.cut_heads * self:bytes_token()
 end
 
 --- Bytes of K and V of one token in one layer and KV head.
@@ -187,6 +257,8 @@ function Cache:close()
   closed(self, "cache")
 end
 
-arguments.methods(Cache, "a cache", {})
+arguments.methods(Cache, "a cache", {
+  stats = { since = SINCE }, count_copied = { tokens = options.whole },
+})
 
 return M

@@ -456,7 +456,7 @@ local out_bytes = ffi.new "int64_t[2]"
 function HostTier:bytes()
   check(C.kvl_ring_bytes(self.ring, out_bytes, out_bytes + 1))
   local to_device = tonumber(out_bytes[0]) + self.moved:item() + self.bytes_read
-  if self.hot then to_device = to_device + self.hot:stats().bytes end
+  if self.hot then to_device = to_device + self.hot:bytes() end
   return to_device, tonumber(out_bytes[1]) + self.bytes_appended
 end
 

@@ -49,14 +49,14 @@ function M.new(tier, eviction)
   local cache = tier.cache
   local self = setmetatable({ tier = tier, cache = cache, layers = {}, views_of = {},
     slots = tier.hot_slots, overlap = tier.hot_overlap, views = {},
-    under_way = {}, is_ahead = false }, HotCache)
+    under_way = {}, is_ahead = false, bytes_counted = 0 }, HotCache)
   local dev, heads, n = cache.device, cache.kv_heads, self.slots
   self.memory = tensor.tensor(dev, cache.format.memory,
     { cache.layers, n, unpack(cache.format.dims) })
   self.slot_of = tensor.tensor(dev, "i32", { cache.layers, heads, cache.blocks })
   self.block_of = tensor.tensor(dev, "i32", { cache.layers, heads, n })
   self.order = tensor.tensor(dev, "i32", { cache.layers, heads, n })
-  self.counters = tensor.tensor(dev, "i64", { COUNTERS })
+  self.counters = tensor.zeros(dev, "i64", { COUNTERS })
   self.fetched_bytes = self.counters:narrow(3, 1)
   for layer = 0, cache.layers - 1 do
     local views = { memory = self.memory:index(layer),
@@ -98,9 +98,12 @@ function HotCache:forget()
   end
 end
 
---- Sets the counters to zero; the slots keep their blocks.
+--- All bytes that were fetched since the cache was made. Waits for the device.
+function HotCache:bytes() return self.bytes_counted + self:stats().bytes end
+
+--- Sets the counters to zero; the slots keep their blocks. Waits for the device.
 function HotCache:reset_counts()
-  self:join()
+  self.bytes_counted = self:bytes()
   self.counters:fill_(0)
   if not self.ahead then return end
   self.ahead.counters:fill_(0)

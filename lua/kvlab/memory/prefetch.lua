@@ -53,8 +53,12 @@ end
 ---@field us_reading number  in the store
 ---@field us_copying number  on the device's queue, while there was something to copy
 
-local function new_result()
-  local arrived = {}
+--- The result of a ticket that is over. The cache takes note of its bytes, once.
+local function new_result(self)
+  local arrived, cache = {}, self.cache
+  self.cache = nil
+  local so_far = cache and rawget(cache, "bytes_prefetched") -- nil: it is closed
+  if so_far then cache.bytes_prefetched = so_far + tonumber(result_c.bytes) end
   for i = 1, result_c.n do arrived[i] = result_c.arrived[i - 1] == 1 end
   return {
     state = result_c.state == C.KVL_PREFETCH_COMPLETED and "completed" or "cancelled",
@@ -80,7 +84,7 @@ function Ticket:wait(seconds)
   if check(C.kvl_ticket_wait(ticket_of(self), us, result_c)) == 0 then
     return nil, "timeout"
   end
-  return new_result()
+  return new_result(self)
 end
 
 --- The result, if the task is over.
@@ -89,7 +93,7 @@ function Ticket:poll()
   if check(C.kvl_ticket_wait(ticket_of(self), 0, result_c)) == 0 then
     return nil, "pending"
   end
-  return new_result()
+  return new_result(self)
 end
 
 --- Waits until a layer has been read, and makes the stream (the current one) wait for its
@@ -155,7 +159,7 @@ local TASK = {
       and type(x.layers) == "number"
   end },
   keys = options.required { "an array of kvl_key", function(x)
-    return type(x) == "cdata" and pcall(ffi.cast, key_pointer, x)
+    return type(x) == "cdata" and tostring(ffi.typeof(x)):find "struct kvl_key [[*]"
   end },
   blocks = options.required { "a list", options.table[2] },
   first_layer = options.integer, layers = options.integer,
@@ -216,7 +220,8 @@ function Prefetch:submit(o)
   local status = C.kvl_prefetch_submit(handle, task, us, out_ticket)
   memory:free()
   if check(status) == 0 then return nil, "full" end
-  return setmetatable({ handle = ffi.gc(out_ticket[0], C.kvl_ticket_close) }, Ticket)
+  return setmetatable({ handle = ffi.gc(out_ticket[0], C.kvl_ticket_close),
+                        cache = cache }, Ticket)
 end
 
 --- Cancels every task of a request. Returns the number of tasks that were not over.

@@ -160,6 +160,7 @@ function Sequence:fork()
   fork.evictor = self.evictor
   local ok, why = pcall(inherit, self, fork)
   if ok and fork.evictor then ok, why = pcall(unshare, fork) end
+  if ok and fork.evictor then ok, why = pcall(fork.evictor.forked, fork.evictor, fork) end
   if ok then return fork end
   fork:close()
   error(why, 0)

@@ -85,17 +85,20 @@ end
 ---@class kvlab.Replay
 ---@field capture kvlab.Capture
 ---@field cache kvlab.Cache
+---@field batch kvlab.Batch
 ---@field prompt integer  tokens in the cache before the first decoded one
+---@field by_head table|nil  a cache with tables by head and its batch, for policies that
+--                           evict tokens
 local Replay = {}
 Replay.__index = Replay
 
---- Prefills chunk by chunk until `seq` has the prompt; calls fn(layer, first, n) for each
--- layer of each chunk.
-local function prefill(self, seq, begin, fn)
+--- Prefills chunk by chunk until `seq` has the prompt; calls begin(is_last) for each
+-- chunk and fn(layer, first, n) for each of its layers.
+local function prefill(self, batch, seq, begin, fn)
   for first = 0, self.prompt - 1, CHUNK do
     local n = math.min(CHUNK, self.prompt - first)
-    self.batch:append({ seq }, { n })
-    begin()
+    batch:append({ seq }, { n })
+    begin(first + n == self.prompt)
     for layer = 0, #self.layers - 1 do fn(self, layer, first, n) end
   end
 end
@@ -105,6 +108,15 @@ local function write_prompt(self, layer, first, n)
   local t = self.layers[layer + 1]
   ops.append_kv(t.k:narrow(first, n), t.v:narrow(first, n), self.batch.places,
     self.cache:layer(layer))
+end
+
+--- A cache for the prompt and what is decoded, twice, and its batch.
+local function open_memory(self, tables)
+  local capture, blocks = self.capture, self.max_blocks
+  local cache = new_cache { device = self.out.device, format = capture.dtype,
+    layers = #self.layers, blocks = 2 * blocks + 2, block_size = self.block_size,
+    kv_heads = capture.kv_heads, head_dim = capture.head_dim, tables = tables }
+  return cache, cache:batch { max_seqs = 1, max_tokens = CHUNK, max_blocks = blocks }
 end
 
 --- Makes a cache in which the last `decode` tokens of the text can be decoded again.
@@ -117,34 +129,33 @@ function Capture:replay(o)
   local decode, size = o.decode or math.min(32, self.tokens - 1), o.block_size or 16
   local device, blocks = device_of(o.device), math.ceil(self.tokens / size)
   local replay = setmetatable({ capture = self, layers = {}, max_blocks = blocks,
-                                prompt = self.tokens - decode }, Replay)
+    block_size = size, prompt = self.tokens - decode }, Replay)
   for i = 1, #self.layers do replay.layers[i] = self:layer(i, device) end
-  replay.cache = new_cache { device = device, format = self.dtype, layers = #self.layers,
-    blocks = 2 * blocks + 2, block_size = size, kv_heads = self.kv_heads,
-    head_dim = self.head_dim }
-  replay.batch = replay.cache:batch { max_seqs = 1, max_tokens = CHUNK,
-                                    max_blocks = blocks }
-  replay.base = replay.cache:sequence()
   replay.out = tensor.tensor(device, self.dtype, { 1, self.heads, self.head_dim })
-  prefill(replay, replay.base, function() end, write_prompt)
+  replay.cache, replay.batch = open_memory(replay, "one")
+  replay.base = replay.cache:sequence()
+  prefill(replay, replay.batch, replay.base, function() end, write_prompt)
   return replay
 end
 
 --- A sequence with the prompt, for an attention that was just made: a fork of the written
--- prompt, or, for policies that watch the prompt's queries, a prefilled one.
-local function open_sequence(self, attention)
-  if not attention.decode_policy.watches_prompt then
+-- prompt, or, for policies that watch the prompt's queries or evict tokens, a prefilled
+-- one.
+local function open_sequence(self, attention, batch)
+  local policy = attention.decode_policy
+  if not (policy.watches_prompt or policy.evict) then
     attention:adopt { self.base }
     return self.base:fork()
   end
-  local seq = self.cache:sequence()
+  local seq = attention.cache:sequence()
   attention:request_begin(seq)
-  prefill(self, seq, function() attention:begin(self.batch, true) end,
-    function(_, layer, first, n)
-      local t = self.layers[layer + 1]
-      attention:forward(layer, t.q:narrow(first, n), t.k:narrow(first, n),
-        t.v:narrow(first, n))
-    end)
+  prefill(self, batch, seq, function(is_last)
+    attention:begin(batch, true, is_last and { true } or nil)
+  end, function(_, layer, first, n)
+    local t = self.layers[layer + 1]
+    attention:forward(layer, t.q:narrow(first, n), t.k:narrow(first, n),
+      t.v:narrow(first, n))
+  end)
   return seq
 end
 
@@ -156,7 +167,18 @@ local function distance(out, want)
   return (row_norms(out:cast "f32" - want) / row_norms(want)):sum():item()
 end
 
---- Decodes the last tokens under a policy.
+--- The cache and the batch for a policy.
+local function memory_of(self, policy)
+  if not policy.evict then return self.cache, self.batch end
+  if not self.by_head then
+    local cache, batch = tensor.lasting(open_memory, self, "head")
+    self.by_head = { cache = cache, batch = batch }
+  end
+  return self.by_head.cache, self.by_head.batch
+end
+
+--- Decodes the last tokens under a policy. One that evicts tokens of the prompt holds its
+-- budget for each layer and KV head.
 ---@param policy table
 ---@param observe? fun(attention: kvlab.Attention): table  such as kv.probe
 ---@return table|nil observer
@@ -164,14 +186,15 @@ end
 --                             output; for full attention it is the rounding error
 function Replay:run(policy, observe)
   local capture = self.capture
-  local attention = attention_of { cache = self.cache, heads = capture.heads,
+  local cache, batch = memory_of(self, policy)
+  local attention = attention_of { cache = cache, heads = capture.heads,
     scale = capture.scale, decode_policy = policy, max_seqs = 1,
     max_blocks = self.max_blocks }
-  local seq, sum = open_sequence(self, attention), 0
+  local seq, sum = open_sequence(self, attention, batch), 0
   local observer = observe and observe(attention)
   for at = self.prompt, capture.tokens - 1 do
-    self.batch:append({ seq }, { 1 })
-    attention:begin(self.batch, false)
+    batch:append({ seq }, { 1 }, nil, nil, nil, policy.evict ~= nil)
+    attention:begin(batch, false)
     for layer, t in ipairs(self.layers) do
       attention:forward(layer - 1, t.q:narrow(at, 1), t.k:narrow(at, 1),
         t.v:narrow(at, 1), self.out)
@@ -186,6 +209,7 @@ end
 
 function Replay:close()
   self.cache:close()
+  if self.by_head then self.by_head.cache:close() end
   for _, layer in ipairs(self.layers) do
     for _, t in pairs(layer) do t:free() end
   end

@@ -35,7 +35,7 @@ function Probe:detach() self.attention.probe, self.attention.reads = nil, nil en
 function Probe:reset()
   self.mass, self.error, self.rows = 0, 0, 0
   local attention = self.attention
-  self.reads = reads.new(attention.shape, attention.cache:bytes_token())
+  self.reads = reads.new(attention.shape, attention.cache)
   attention.reads = self.reads
 end
 
@@ -71,13 +71,18 @@ end
 -- the policy's own output), each per query head and token; blocks_read (per KV head and
 -- layer) and blocks_share; bytes_read (per token, all layers and KV heads: K and V, by
 -- all branches, and what policies read, see policy/reads.lua) and bytes_share, of what
--- dense attention reads. What policies read is the mean over all decode steps since the
+-- dense attention reads; held_share, the tokens that are held, of those of the texts;
+-- moved_share, the bytes that a step moves over the link or copies, of those that dense
+-- attention reads. What policies read is the mean over all decode steps since the
 -- probe was made, also over those that were not observed because attention.probe was nil.
+-- attention_mass and output_error are NaN where tokens were evicted, because dense
+-- attention would need them.
 -- note, a text: if a policy is uncounted (kv.policy.uncounted).
 function Probe:metrics()
   local metrics = self.reads:metrics()
-  metrics.attention_mass = self.mass / self.rows
-  metrics.output_error = self.error / self.rows
+  local rows = metrics.held_share < 1 and 0 / 0 or self.rows -- NaN
+  metrics.attention_mass = self.mass / rows
+  metrics.output_error = self.error / rows
   metrics.note = policy.uncounted(self.attention.decode_policy)
   return metrics
 end

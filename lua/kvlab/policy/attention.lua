@@ -346,6 +346,9 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft, most)
     drafts:verify()
   end
   each_policy(self, policy.note_use)
+  if self.probe and self.reads and not is_prefill and not is_draft then
+    self.reads:begin_observed()
+  end
   self.cache.tier:begin(batch, is_prefill)
   local ctx = begin_context(self, batch, is_prefill, is_draft and draft or nil, most)
   self.reuse_role = self.reuse and is_draft and self.reuse:role(draft, ctx) or nil
@@ -505,7 +508,9 @@ function Attention:forward(layer, q, k, v, out)
   if hooks and hooks.attention_finished then hooks.attention_finished(ctx) end
   if self.decode_reader.bring_ahead and not ctx.is_rows then bring_ahead(self, ctx) end
   if ctx.reads then ctx.reads:end_layer(ctx, self.probe ~= nil) end
-  if self.evictor and ctx.is_prefill and ctx.ends_prompts then
+  if self.evictor and not ctx.is_prefill then
+    self.evictor:end_decode(ctx)
+  elseif self.evictor and ctx.ends_prompts then
     self.evictor:end_prompt(ctx)
   end
   return cuts and cuts:leave(out, wanted) or out

@@ -103,21 +103,22 @@ end
 
 --- The share of an amount that a nested policy gets, as an option of the same name.
 -- Blocks and tokens are rounded down; what differs among layers is at least sink and
--- recent.
+-- recent. No ratio is above 1.
 ---@param self kvlab.Policy  attached
----@param share number       0 ... 1
+---@param share number       0 or more
 ---@return table
 function M.part(self, share)
   local key, amount = amount_of(self)
   local unit = key == "tokens" and self.shape.block_size or 1
   local least = (self.sink + self.recent) * unit
   local function of(x)
-    return key == "ratio" and share * x or math.floor(share * x)
+    return key == "ratio" and math.min(1, share * x) or math.floor(share * x)
   end
   if type(amount) == "number" then return { [key] = of(amount) } end
   if is_tensor(amount) then
     local part = amount:cast "f32":mul(share)
-    return { [key] = key == "ratio" and part or part:cast "i32":maximum(least) }
+    part = key == "ratio" and part:minimum(1) or part:cast "i32":maximum(least)
+    return { [key] = part }
   end
   local list = {}
   for i, x in ipairs(amount) do

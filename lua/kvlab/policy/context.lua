@@ -214,10 +214,11 @@ function Context:begin(batch, is_prefill, starts)
   end
 end
 
---- Makes tables and lens those of a layer, where the cache has tables by layer. A step
--- does so in each layer; call it in step_begin to work on several layers there.
+--- Makes layer, tables and lens those of a layer. A step does so in each layer; call it
+-- in step_begin to work on several layers there.
 function Context:use_layer(layer)
   local step = self.batch
+  self.layer = layer
   if not step.use_layer then return end
   step:use_layer(layer)
   self.tables, self.lens = step.tables, step.lens
@@ -229,7 +230,7 @@ end
 ---@param query kvlab.Tensor
 ---@param memory kvlab.Tensor  the layer's KV memory
 function Context:begin_layer(layer, query, memory)
-  self.layer, self.query, self.cache = layer, query, memory
+  self.query, self.cache = query, memory
   if self.windows then
     self.window = options.entry("begin_layer", "layer", self.windows, layer)
   end
@@ -341,6 +342,15 @@ function Context:held(layer, i)
     or options.fail(("held: i is %d, expected 0 ... %d"):format(i, #self.sequences - 1))
   if self.is_rows or not self.batch.use_layer then return seq:length() end
   return (seq.head and seq.base or seq):held(layer, seq.head or 0)
+end
+
+--- Whether a token that sequence i (from 0) holds in a layer makes way for the new one of
+-- this decode step: it holds as many as it may, where a policy evicts.
+---@return boolean
+function Context:makes_way(layer, i)
+  local step = self.batch
+  if self.is_prefill or not step.use_layer then return false end
+  return step.host_places[layer * step.tokens_count + i] == -1
 end
 
 --- The position in the text of each token that is held, where a policy evicts: f32 [seqs,
@@ -744,6 +754,7 @@ arguments.methods(Context, "a context", {
                   memory = kinds.tensor_or_nil },
   mean_over_heads = SCORES, weights = SCORES,
   held = { layer = options.whole, i = options.whole },
+  makes_way = { layer = options.whole, i = options.whole },
   shared_by = { reduction = options.one_of("mean", "max", "min", "sum"),
                 values = kinds.tensor, dim = options.integer },
   ramp = { low = options.number, high = options.number },

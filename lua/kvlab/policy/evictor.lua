@@ -2,7 +2,8 @@
 -- runtime drops the others and gives their memory back.
 --
 --   evict(self, ctx)    f32 [seqs, kv_heads, width * block_size]: the worth of each token
---                       of the layer; higher stays longer. -inf and NaN count as lowest
+--                       of the layer; higher stays longer. -inf and NaN count as lowest.
+--                       Or a tally by token, whose numbers they are
 --
 -- The budget of the policy says how many tokens each layer and KV head may hold; a ratio
 -- is one of the prompt. Its sink and recent blocks are tokens that stay, counted in the
@@ -101,6 +102,7 @@ end
 function M.new(attention, o)
   local p, cache = attention.decode_policy, attention.cache
   if not p.evict then return nil end
+  p = p.holder or p
   check_attention(o, cache, p)
   check_budget(p, cache)
   return setmetatable({ policy = p, cache = cache, attention = attention,
@@ -212,7 +214,10 @@ local function new_entry(self, rows)
   return entry
 end
 
-function Replaced:replayed() self.layers = self.evictor.layers end
+function Replaced:replayed()
+  self.layers = self.evictor.layers
+  self.evictor.cache:count_copied(self.rows * self.layers)
+end
 
 function Replaced:forget()
   if self.is_recorded then return end
@@ -226,6 +231,7 @@ function Replaced:undo()
     local one = self.by_layer[layer]
     check(C.kvl_copy_tokens(one.memory, self.own, cache:layer(layer), one.places,
       cache.format:of(layer)))
+    cache:count_copied(self.rows)
     self.firsts:add(one.index_rows, one.cells)
     evictor.positions.layers[layer]:scatter_(one.cells_row, one.replaced_row)
   end
@@ -262,17 +268,22 @@ end
 
 local call = ffi.new "kvl_replacement"
 
---- The worth of the tokens of a context's layer, as evict gives it: f32 [rows, n].
-local function worth_of(self, ctx)
+--- The worth of the tokens of a context's layer, as evict gives it: f32 [rows, n]. Where
+-- a tally has it and `in_place` is set: f32 [1, cells], and where each row begins in it.
+local function worth_of(self, ctx, in_place)
   local worth = self.policy:evict(ctx)
   local name = self.policy.name
   if worth == nil then return nil end
+  if tally.is_by_token(worth) then
+    if in_place and worth.heads == 1 then return worth:memory_of(ctx) end
+    worth = worth:load(ctx)
+  end
   if not tensor.is_tensor(worth) or worth:type() ~= "f32" or worth.ndim ~= 3
     or worth:size(0) ~= ctx.seqs or worth:size(2) ~= ctx.width * ctx.block_size
     or (worth:size(1) ~= 1 and worth:size(1) ~= ctx.kv_heads) then
     options.fail(("policy %s: evict returns %s, expected f32 [%d, %d or 1, %d]: "
-      .. "sequences, KV heads, tokens"):format(name, options.shown(worth), ctx.seqs,
-      ctx.kv_heads, ctx.width * ctx.block_size))
+      .. "sequences, KV heads, tokens; or a tally by token"):format(name,
+      options.shown(worth), ctx.seqs, ctx.kv_heads, ctx.width * ctx.block_size))
   end
   if worth:size(1) > 1 then worth = worth:mean(1) end
   return worth:reshape { ctx.seqs, worth:size(worth.ndim - 1) }
@@ -318,23 +329,22 @@ function Evictor:begin(ctx, batch)
   for _, one in ipairs(self.tallies) do one:begin(ctx) end
 end
 
-local function replace(self, ctx, cuts, one, worth)
+--- Finds where the new tokens go, and saves what stands there.
+local function replace(self, ctx, cuts, one, worth, worth_firsts)
   local size = self.cache.block_size
   local budget = budget_of(self, ctx.layer)
-  call.scores, call.positions = worth, self.positions.layers[ctx.layer]
+  call.scores, call.score_firsts = worth, worth_firsts
+  call.positions = self.positions.layers[ctx.layer]
   call.firsts, call.tables = self.entry.firsts, cuts.tables
   call.lens, call.now, call.wanted = cuts.lens, cuts.positions, cuts.places
   call.index, call.replaced, call.places = one.index, one.replaced, one.places
   call.blocks, call.block_tokens = one.blocks, one.block_tokens
+  call.cache, call.saved = self.cache:layer(ctx.layer), one.memory
+  call.format = self.cache.format:of(ctx.layer)
   call.block_size, call.sink, call.recent = size, budget.sink * size, budget.recent * size
   check(C.kvl_replace(call))
-end
-
-local function take_places(self, ctx, cuts, one, entry, worth)
-  replace(self, ctx, cuts, one, worth)
-  check(C.kvl_copy_tokens(self.cache:layer(ctx.layer), one.places, one.memory, entry.own,
-    self.cache.format:of(ctx.layer)))
-  entry.layers = ctx.layer + 1
+  if not self.entry.is_recorded then self.cache:count_copied(ctx.seqs) end
+  self.entry.layers = ctx.layer + 1
 end
 
 --- Finds where a decode step's new tokens go, in a layer: the batch's places are those
@@ -344,9 +354,10 @@ local function make_room(self, ctx, cuts, layer)
   local entry = self.entry
   local one = entry.by_layer[layer]
   ctx.new_tokens = nil -- they are not there yet
-  local worth = not self.keeps_decoded and worth_of(self, ctx) or nil
+  local worth, worth_firsts
+  if not self.keeps_decoded then worth, worth_firsts = worth_of(self, ctx, true) end
   C.kvl_interrupt_hold(1) -- what is noted as done is done
-  local ok, why = pcall(take_places, self, ctx, cuts, one, entry, worth)
+  local ok, why = pcall(replace, self, ctx, cuts, one, worth, worth_firsts)
   C.kvl_interrupt_hold(-1)
   if not ok then error(why, 0) end
   for heads, rows in pairs(one.of_heads) do
@@ -356,6 +367,13 @@ local function make_room(self, ctx, cuts, layer)
   end
   cuts.places, cuts.blocks, cuts.block_tokens = one.places, one.blocks, one.block_tokens
   ctx.new_tokens = one
+end
+
+--- Ends a layer of a decode step.
+function Evictor:end_decode(ctx)
+  for _, one in ipairs(self.tallies) do
+    if one ~= self.positions then one:admit(ctx) end
+  end
 end
 
 -- ---- after a prompt -------------------------------------------------------------------
@@ -520,6 +538,11 @@ local function show(self, seq, layer)
   self.attention:show_layer(layer, blocks, tokens)
 end
 
+--- Shows the policies the pages of a fork, which are copies.
+function Evictor:forked(seq)
+  for layer = 0, self.layers - 1 do show(self, seq, layer) end
+end
+
 --- Moves what a layer keeps to the pages that the sequence has now.
 local function compact(self, ctx, seq, layer, first, kept)
   local tables = ctx.batch.by_layer[layer].tables:narrow(first, self.heads)
@@ -530,6 +553,9 @@ local function compact(self, ctx, seq, layer, first, kept)
   local memory = self.cache:layer(layer)
   check(C.kvl_copy_tokens(memory, from, memory, places_of(self, index,
     new_tables(self, seq, layer)), self.cache.format:of(layer)))
+  for head = 0, self.heads - 1 do
+    self.cache:count_copied(math.min(seq:held(layer, head), n))
+  end
   for _, one in ipairs(self.tallies) do
     for head = 0, self.heads - 1 do
       local view = seq:heads()[head + 1]

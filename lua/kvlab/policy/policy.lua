@@ -58,7 +58,9 @@
 --                                          evicted for good, see policy/evictor.lua; the
 --                                          budget then says how many are held
 --     prompt_only = true                   it evicts at the end of a prompt alone, and
---                                          decoded tokens stay
+--                                          decoded tokens stay. Such a policy may select,
+--                                          too: kv.policy.hold, called in init, then says
+--                                          what is held, and the budget what is read
 --     select_blocks(self, ctx)             selection i32 [seqs, kv_heads or 1, n] and
 --                                          counts, or nil for every block. Default:
 --                                          sink, recent and the best scores within the
@@ -202,6 +204,9 @@ end
 ---@class kvlab.Policy
 local Policy = {}
 
+-- Of a policy that only evicts: its attention reads all that is held.
+local function select_all() return nil end
+
 function Policy.select_blocks(self, ctx)
   return ctx:select(self:score(ctx), self.budget)
 end
@@ -228,7 +233,8 @@ local function known_options(def)
   for key, kind in pairs(def.takes) do
     local of_type = known[key]
     if of_type then
-      known[key] = { kind[1], function(x) return of_type[2](x) and kind[2](x) end }
+      known[key] = { kind[1], below = kind.below,
+        function(x) return of_type[2](x) and kind[2](x) end }
     end
   end
   for alias, key in pairs(def.aliases) do
@@ -290,9 +296,9 @@ function M.budget_blocks(budget, n, layer)
   return library.check(C.kvl_budget_blocks(budgets.of_layer(budget, layer), n))
 end
 
---- The options that give a nested policy a share of the budget of `self`.
+--- The options that give a nested policy a share of the budget of `self`, or a multiple.
 ---@param self kvlab.Policy  attached
----@param share number       0 ... 1
+---@param share number       0 or more
 ---@return table  ratio, tokens or blocks
 function M.part(self, share) return budgets.part(self, share) end
 
@@ -385,10 +391,12 @@ local function check_definition(def)
     error(what .. " has prompt_only, expected evict beside it", 3)
   end
   local selects = def.score and "score" or def.select_blocks and "select_blocks"
-  if def.evict and (selects or not def.decode or def.prefill) then
-    error(("%s has evict and %s, expected decode = true and no selection: one budget "
-      .. "says what is held"):format(what, selects or def.prefill and "prefill = true"
-      or "no decode = true"), 3)
+  if def.evict and (def.prefill or not def.decode) then
+    error(("%s has evict and %s, expected decode = true alone"):format(what,
+      def.prefill and "prefill = true" or "no decode = true"), 3)
+  elseif def.evict and selects and not def.prompt_only then
+    error(("%s has evict and %s, expected prompt_only = true beside them: what makes way "
+      .. "while it decodes is in the blocks that it selects"):format(what, selects), 3)
   end
   return { name = def.name, defaults = def.defaults, aliases = def.aliases,
            known = known_options(def) }
@@ -490,9 +498,6 @@ function M.beside_selection(self)
     or self.expressions.attention and "a bias, a mask, a log_weight or emit" or nil
 end
 
--- Of a policy that only evicts: its attention reads all that is held.
-local function select_all() return nil end
-
 --- Makes a policy from its definition, whose fields are listed at the head of this file.
 -- Call the result with options to get a policy that can be attached:
 -- `local quest = require "policies.quest"; quest { ratio = 0.05 }`.
@@ -503,7 +508,9 @@ function M.define(def)
   local class = {}
   for key, value in pairs(Policy) do class[key] = value end
   for key, value in pairs(def) do class[key] = value end
-  if def.evict then class.select_blocks = select_all end
+  if def.evict and not (def.score or def.select_blocks) then
+    class.select_blocks = select_all
+  end
   for _, name in ipairs(IN_STEPS) do
     if type(def[name]) == "function" then class.step_function = name end
   end
@@ -549,6 +556,10 @@ function M.attach(self, shape)
   end
   self.budget = budgets.make(self, shape)
   if self.init then self:init(shape) end
+  if self.evict and self.select_blocks ~= select_all and not self.holder then
+    options.fail(("policy %s evicts and selects, expected a call of kv.policy.hold in "
+      .. "its init, which says what is held"):format(self.name))
+  end
   kernel.attach(self, shape)
   kernel_hook.attach(self, shape)
   return self
@@ -640,30 +651,8 @@ local NESTED = { "on_prefill_offload", "on_decode_offload", "step_begin",
                  "attention_begin", "attention_finished", "request_begin",
                  "request_finished", "reset" }
 
---- Makes the policy `name`, with which a decode policy selects. It has the budget of
--- `outer`, except for what `given` says, and its hooks are called with those of `outer`.
--- Call this in init.
----@param outer table
----@param name string
----@param given? table  options
----@return table
-function M.nest(outer, name, given)
-  local merged = { min_blocks = outer.min_blocks, sink = outer.sink,
-                   recent = outer.recent }
-  if not (given and (given.ratio or given.tokens or given.blocks)) then
-    for key in pairs(BUDGETS) do merged[key] = outer[key] end
-  end
-  merged.split = outer.split
-  for key, value in pairs(given or {}) do merged[key] = value end
-  local inner = open(name, merged, 3)
-  if not inner.decode or inner.compute_decode ~= Policy.compute_decode then
-    error(("policy %s: %s does not select in decode, or has a dataflow of its own")
-      :format(outer.name, name), 0)
-  end
-  if inner.evict then
-    error(("policy %s: %s evicts tokens, which only the attention's own policy can")
-      :format(outer.name, name), 0)
-  end
+--- Makes a policy a part of `outer`: its hooks are called with those of `outer`.
+local function put_inside(outer, name, inner)
   if inner.expressions.attention then
     error(("policy %s: %s changes or reads the weights of attention, which only the "
       .. "attention's own policy can"):format(outer.name, name), 0)
@@ -688,6 +677,51 @@ function M.nest(outer, name, given)
   return inner
 end
 
+--- Makes the policy `name`, with which a decode policy selects. It has the budget of
+-- `outer`, except for what `given` says, and its hooks are called with those of `outer`.
+-- Call this in init.
+---@param outer table
+---@param name string
+---@param given? table  options
+---@return table
+function M.nest(outer, name, given)
+  local merged = { min_blocks = outer.min_blocks, sink = outer.sink,
+                   recent = outer.recent }
+  if not (given and (given.ratio or given.tokens or given.blocks)) then
+    for key in pairs(BUDGETS) do merged[key] = outer[key] end
+  end
+  merged.split = outer.split
+  for key, value in pairs(given or {}) do merged[key] = value end
+  local inner = open(name, merged, 3)
+  if not inner.decode or inner.compute_decode ~= Policy.compute_decode then
+    error(("policy %s: %s does not select in decode, or has a dataflow of its own")
+      :format(outer.name, name), 0)
+  end
+  if inner.evict then
+    error(("policy %s: %s evicts tokens, expected one that selects, or kv.policy.hold")
+      :format(outer.name, name), 0)
+  end
+  return put_inside(outer, name, inner)
+end
+
+--- Makes the policy `name`, which says in place of `outer` what is held. `outer` may
+-- select among that. It gets the evict of the other. Call this in init.
+---@param outer table    its definition has evict; and prompt_only, if it selects
+---@param name string    a policy with evict; and with prompt_only, if `outer` selects
+---@param given? table   its options, the budget of what is held among them
+---@return table
+function M.hold(outer, name, given)
+  local inner = open(name, given, 3)
+  local selects = outer.select_blocks ~= select_all
+  if not outer.evict or not inner.evict or selects and not inner.prompt_only then
+    error(("policy %s: hold is given %s, expected two policies with evict%s"):format(
+      outer.name, name, selects and ", and prompt_only, as it selects" or ""), 0)
+  end
+  outer.holder = put_inside(outer, name, inner)
+  outer.evict = function(_, ctx) return inner:evict(ctx) end
+  return inner
+end
+
 local NAMES = options.list_of(options.string)
 local ATTACHED = { "a policy that is attached", function(x)
   return objects.policy[2](x) and x.shape ~= nil
@@ -698,8 +732,10 @@ arguments.functions(M, "policy", {
   add_with_nested = { self = objects.policy, list = options.table },
   names = { phase = options.optional(options.one_of("prefill", "decode", "evict")),
             first = options.optional(NAMES) },
-  part = { self = ATTACHED, share = M.share },
+  part = { self = ATTACHED, share = options.not_negative },
   nest = { outer = ATTACHED, name = options.string,
+           given = options.optional(options.table) },
+  hold = { outer = ATTACHED, name = options.string,
            given = options.optional(options.table) },
 })
 

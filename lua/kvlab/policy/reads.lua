@@ -1,8 +1,9 @@
---- Counts the bytes that decode steps read: the K and V that attention reads, in all
--- branches of a policy's dataflow, and what policies read to select. kvlab's own objects
--- count themselves where they are read: summaries, hashes, landmarks, compressed KV,
--- tallies, expressions and keys. A policy adds what it reads of tensors of its own
--- (own_bytes). So it can add to the count, and can leave nothing out of it.
+--- Counts the bytes that decode steps read, the tokens that they hold, and the bytes that
+-- they move. Read are the K and V that attention reads, in all branches of a policy's
+-- dataflow, and what policies read to select. kvlab's own objects count themselves where
+-- they are read: summaries, hashes, landmarks, compressed KV, tallies, expressions and
+-- keys. A policy adds what it reads of tensors of its own (own_bytes). So it can add to
+-- the count, and can leave nothing out of it.
 --
 -- Bytes that two kernels read count twice, with one exception: if all keys (or values)
 -- were read to score the blocks of a layer, attention does not count those of the
@@ -13,6 +14,14 @@
 -- The reads of policies are counted in every decode step, without waiting for the device.
 -- Those of attention are counted only while an observer is attached, because the host has
 -- to read the selections for that.
+--
+-- What is held and moved is counted in the same observed steps, too. Held are the tokens
+-- of the sequences' tables, in each layer and KV head, with the step's new ones. Moved
+-- are the bytes that cross the link or are copied (Cache:stats) from Attention:begin to
+-- the end of the last layer, and what scores read of K and V in host memory. So a
+-- prompt's eviction and the copies that a fork needs are not in it: they come before a
+-- step. What dense attention reads and holds in the same steps, K and V of the whole
+-- texts, is the denominator of all three shares.
 local M = {}
 
 ---@class kvlab.Reads
@@ -26,18 +35,24 @@ local M = {}
 ---@field blocks_all number  that dense attention reads in the same steps
 ---@field blocks_layer number  of them, in the present layer
 ---@field rows integer       sequences and KV heads of the observed layers
+---@field held number        tokens that the observed steps held, over layers and KV heads
+---@field texts number       that dense attention holds in the same steps
+---@field moved number       bytes that the observed steps moved
+---@field crossed number     bytes of the present layer that were read in host memory
+---@field before table|nil   the cache's stats when the observed step began
 local Reads = {}
 Reads.__index = Reads
 
 --- Counters for an attention.
 ---@param shape table  see policy.lua
----@param bytes_token integer  K and V of a token in one layer and KV head
+---@param cache kvlab.Cache
 ---@return kvlab.Reads
-function M.new(shape, bytes_token)
-  return setmetatable({ shape = shape, page = shape.block_size * bytes_token,
+function M.new(shape, cache)
+  return setmetatable({ shape = shape, cache = cache,
+    page = shape.block_size * cache:bytes_token(), held = 0, texts = 0, moved = 0,
     scored = 0, scored_all = 0, steps = 0, attended = 0, attended_all = 0, observed = 0,
     blocks = 0, blocks_all = 0, blocks_layer = 0, rows = 0,
-    of_layer = 0, has_keys = false, has_values = false, owned = {} }, Reads)
+    crossed = 0, of_layer = 0, has_keys = false, has_values = false, owned = {} }, Reads)
 end
 
 --- The blocks of the texts of a step's sequences, over KV heads, which dense attention
@@ -65,7 +80,26 @@ end
 -- replayed the step before, its layers never ended, and no observer saw them.
 function Reads:forget()
   self.of_layer, self.blocks_layer, self.has_keys, self.has_values = 0, 0, false, false
+  self.crossed = 0
   for p in pairs(self.owned) do self.owned[p] = nil end
+end
+
+--- Begins an observed step, before anything is moved for it.
+function Reads:begin_observed() self.before = self.cache:stats() end
+
+--- Counts what a layer of an observed step holds; ends the count of what the step moved.
+local function end_observed(self, ctx)
+  local seqs, by_layer = ctx.sequences, ctx.batch and ctx.batch.use_layer
+  for i = 1, #seqs do
+    local length = seqs[i]:length()
+    self.texts = self.texts + length
+    self.held = self.held + (by_layer and ctx:held(ctx.layer, i - 1) or length)
+  end
+  self.moved = self.moved + self.crossed
+  if self.before and ctx.layer == self.shape.layers - 1 then
+    self.moved = self.moved + self.cache:stats(self.before).bytes_moved
+    self.before = nil
+  end
 end
 
 --- Ends a layer, which has what was counted since the layer before.
@@ -84,6 +118,7 @@ function Reads:end_layer(ctx, is_observed)
     self.blocks_all = self.blocks_all + all
     self.observed = self.observed + steps
     self.rows = self.rows + ctx.seqs * self.shape.kv_heads
+    end_observed(self, ctx)
   end
   self:forget()
 end
@@ -102,16 +137,24 @@ function Reads:entries(ctx, entries)
   self:each_block(ctx, entries:bytes() / (entries:size(0) * self.shape.kv_heads))
 end
 
+--- Counts half of all blocks of a step's sequences, keys or values, that a kernel reads
+-- where the cache has them. If that is host memory, they cross the link.
+function Reads:half(ctx)
+  local bytes = self.page / 2 * blocks_of(self, ctx)
+  self:add(bytes)
+  if not self.cache.tier.is_resident then self.crossed = self.crossed + bytes end
+end
+
 --- Counts the keys of all blocks of a step's sequences, which the layer's blocks are
 -- scored by.
 function Reads:keys(ctx)
-  self:each_block(ctx, self.page / 2)
+  self:half(ctx)
   self.has_keys = true
 end
 
 --- Counts the values of all blocks of a step's sequences.
 function Reads:values(ctx)
-  self:each_block(ctx, self.page / 2)
+  self:half(ctx)
   self.has_values = true
 end
 
@@ -157,12 +200,14 @@ end
 
 --- Means over everything counted: blocks_read (per KV head and layer) and blocks_share;
 -- bytes_read (per token, all layers and KV heads) and bytes_share, of what dense
--- attention reads.
+-- attention reads; held_share, of the tokens that dense attention holds; moved_share, of
+-- the bytes that dense attention reads.
 function Reads:metrics()
   return {
     blocks_read = self.blocks / self.rows, blocks_share = self.blocks / self.blocks_all,
     bytes_read = self.attended / self.observed + self.scored / self.steps,
     bytes_share = self.attended / self.attended_all + self.scored / self.scored_all,
+    held_share = self.held / self.texts, moved_share = self.moved / self.attended_all,
   }
 end
 

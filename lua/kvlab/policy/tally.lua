@@ -28,7 +28,8 @@ local M = {}
 local ROWS = 16 -- rows for sequences at first, at least
 
 ---@class kvlab.Tally
----@field values kvlab.Tensor  f32 [seqs, heads, width]: what load read; store writes it
+---@field values kvlab.Tensor  f32 [seqs, heads, width]: what load read; store writes it,
+--                             unless it is given others
 local Tally = {}
 Tally.__index = Tally
 
@@ -56,7 +57,7 @@ function M.tally(shape, heads, initial, per)
     by_token = per == "token", each = each, row_cells = heads * shape.max_blocks * each,
     owners = setmetatable({}, { __mode = "v" }),
     ages = {}, is_due = {}, is_soon = {}, due_count = 0, soon_count = 0,
-    views_of = {}, unnoted = {}, journal = shape.journal,
+    views_of = {}, unnoted = {}, admitted = {}, journal = shape.journal,
     row_count = math.max(ROWS, shape.rows or 0),
   }, Tally)
   shape.has_tally = true
@@ -140,9 +141,11 @@ local Store = {}
 Store.__index = Store
 
 local function new_store(self, views)
-  return setmetatable({ tally = self, views = views,
+  local entry = setmetatable({ tally = self, views = views,
     firsts = ffi.new("int32_t[?]", views.heads),
     values = tensor.tensor(self.shape.device, "f32", { 1, views.values.count }) }, Store)
+  entry.matrix = entry.values:reshape(views.matrix:dims())
+  return entry
 end
 
 --- Gives an entry what a step of `rows` rows needs.
@@ -154,37 +157,48 @@ local function add_rows(entry, rows)
   entry.after = after -- the last, as it says that all is there
 end
 
---- Keeps what store is about to replace, if that may be taken back or if the rows of a
--- step are added up. In a recorded step this only prepares the entry: each replay fills
--- it, and the engine then notes it in the journal.
+--- An entry for what store is about to replace, if that may be taken back or if the rows
+-- of a step are added up; nil if not.
 ---@return table|nil entry
-local function keep_stored(self, ctx)
+---@return any noted  where it is to be noted
+local function take_entry(self, ctx)
   local journal, layer = self.journal, ctx.layer
   local is_recorded = C.kvl_device_is_recording(self.shape.device) == 1
   local noted = journal and is_recorded and journal.recording
     or journal and not is_recorded and journal.is_open
-  if not noted and not ctx.is_rows then return end
+  if not noted and not ctx.is_rows then return nil end
   local stored = self.views.stored
   if ctx.is_rows and stored[layer] == ctx.step then
     options.fail(("tally: layer %d is stored twice in a step of several tokens, expected "
       .. "once"):format(layer))
   end
   stored[layer] = ctx.step
-  local free = self.views.free_stores
-  local entry = not is_recorded and table.remove(free)
+  local entry = not is_recorded and table.remove(self.views.free_stores)
     or tensor.lasting(new_store, self, self.views)
   if ctx.is_rows and not entry.after then tensor.lasting(add_rows, entry, ctx.seqs) end
   entry.layer, entry.is_recorded = layer, is_recorded
-  self.layers[layer]:gather(self.views.places_flat, entry.values)
-  if is_recorded then
+  return entry, noted
+end
+
+--- Notes an entry that has what is replaced. In a recorded step, each replay fills the
+-- entry, and the engine then notes it in the journal.
+local function note_entry(self, entry, noted)
+  if entry.is_recorded then
     -- The graph keeps writing to an entry that no engine will note.
     table.insert(noted or self.unnoted, entry)
   elseif noted then
     entry:replayed()
-    journal:note(entry)
+    self.journal:note(entry)
   else
-    free[#free + 1] = entry -- read in this call only
+    table.insert(self.views.free_stores, entry) -- read in this call only
   end
+end
+
+--- Keeps the numbers that a step of rows is about to replace.
+local function keep_stored(self, ctx)
+  local entry, noted = take_entry(self, ctx)
+  self.layers[ctx.layer]:gather(self.views.places_flat, entry.values)
+  note_entry(self, entry, noted)
   return entry
 end
 
@@ -331,16 +345,33 @@ local function layer_of(self, ctx)
   return options.entry("tally", "layer", self.layers, ctx.layer)
 end
 
---- Reads this layer's numbers: f32 [seqs, heads, width], by token [seqs, heads, width *
--- block_size].
-function Tally:load(ctx)
-  layer_of(self, ctx):gather(self.views.places_flat, self.views.flat)
-  if ctx.new_tokens and self.by_token then
-    self.views.matrix:scatter_(ctx.new_tokens.of_heads[self.heads], self.views.fresh)
-  end
+--- Whether x is a tally by token.
+function M.is_by_token(x) return getmetatable(x) == Tally and x.by_token end
+
+--- Where this layer's numbers are, for kernels that read them there: the memory, f32 [1,
+-- cells], and where each row begins in it, i32 [seqs * heads, 1].
+function Tally:memory_of(ctx)
+  local numbers = layer_of(self, ctx)
   if ctx.reads then ctx.reads:each_block(ctx, self:bytes_block()) end
+  return numbers, self.views.firsts
+end
+
+--- The index of the new tokens in a tally by token, if they took the places of others.
+local function fresh_of(self, ctx)
+  return self.by_token and ctx.new_tokens and ctx.new_tokens.of_heads[self.heads] or nil
+end
+
+--- Makes self.values the numbers of a layer.
+local function read(self, ctx, numbers)
+  numbers:gather(self.views.places_flat, self.views.flat)
+  local fresh = fresh_of(self, ctx)
+  if fresh then self.views.matrix:scatter_(fresh, self.views.fresh) end
   return self.values
 end
+
+--- Reads this layer's numbers: f32 [seqs, heads, width], by token [seqs, heads, width *
+-- block_size].
+function Tally:load(ctx) return read(self, ctx, (self:memory_of(ctx))) end
 
 -- ---- steps of several tokens a sequence -----------------------------------------------
 
@@ -374,19 +405,55 @@ local function join_rows(self, ctx, entry, is_sum)
   end
 end
 
---- Writes self.values back. In a step of several tokens a sequence, what each of them
--- adds to the numbers that load read is added up.
-function Tally:store(ctx)
-  local numbers, entry = layer_of(self, ctx), keep_stored(self, ctx)
-  if ctx.is_rows then join_rows(self, ctx, entry, true) end
+--- Sets this layer's numbers, or adds to them, in one launch.
+local function update(self, ctx, values, is_add)
+  local numbers, views = layer_of(self, ctx), self.views
+  local entry, noted = take_entry(self, ctx)
+  local rows = values == self.values and views.matrix
+    or values:reshape { views.heads, tonumber(views.columns.count) }
+  C.kvl_interrupt_hold(1) -- what has changed is noted
+  local status = C.kvl_update_rows(numbers, views.firsts, rows, is_add and 1 or 0,
+    is_add and fresh_of(self, ctx) or nil, self.initial, entry and entry.matrix or nil)
+  if status >= 0 and entry then note_entry(self, entry, noted) end
+  C.kvl_interrupt_hold(-1)
+  check(status)
+  if ctx.new_tokens then self.admitted[ctx.layer] = ctx.step end
+end
+
+--- Gives tokens that took the places of others the initial number, unless the layer's
+-- numbers were stored in this step since the tokens have their places.
+function Tally:admit(ctx)
+  layer_of(self, ctx)
+  if self.admitted[ctx.layer] == ctx.step then return end
+  local views = self.views
+  views.zeros = views.zeros
+    or tensor.lasting(tensor.zeros, self.shape.device, "f32", views.matrix:dims())
+  update(self, ctx, views.zeros, true)
+end
+
+--- Makes this layer's numbers `values` (self.values). In a step of several tokens a
+-- sequence, what each of them adds to the numbers that load read is added up.
+---@param values? kvlab.Tensor  f32 [seqs, heads, width]
+function Tally:store(ctx, values)
+  local numbers = layer_of(self, ctx)
+  if values and values.count ~= self.values.count then
+    options.fail(("store: values is [%s], expected [%s]"):format(
+      table.concat(values:dims(), ", "), table.concat(self.values:dims(), ", ")))
+  end
+  if not ctx.is_rows then return update(self, ctx, values or self.values, false) end
+  if values then self.values:copy_(values) end
+  join_rows(self, ctx, keep_stored(self, ctx), true)
   numbers:scatter_(self.views.places_flat, self.views.flat)
 end
 
---- Adds `more` to this layer's numbers, which load has read.
----@param more kvlab.Tensor  f32 [seqs, heads, width]
+--- Adds `more` to this layer's numbers.
+---@param more kvlab.Tensor  f32 [seqs, heads or 1, width]
 function Tally:count(ctx, more)
-  layer_of(self, ctx)
-  self.values:add(more, self.values)
+  local numbers = layer_of(self, ctx)
+  if not ctx.is_rows and more.count == self.values.count then
+    return update(self, ctx, more, true)
+  end
+  read(self, ctx, numbers):add(more, self.values)
   self:store(ctx)
 end
 
@@ -512,7 +579,8 @@ local STEP = { ctx = objects.context, make = options.callable }
 arguments.methods(Tally, "a tally", {
   inherit = { seq = objects.sequence, fork = objects.sequence },
   begin = { ctx = objects.context }, load = { ctx = objects.context },
-  store = { ctx = objects.context },
+  memory_of = { ctx = objects.context }, admit = { ctx = objects.context },
+  store = { ctx = objects.context, values = kinds.tensor_or_nil },
   count = { ctx = objects.context, more = kinds.tensor },
   due = { ctx = objects.context, period = options.count,
           ahead = options.optional(options.whole) },

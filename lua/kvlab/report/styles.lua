@@ -45,6 +45,8 @@ local POLICIES = {
   snapkv_blocks = style(SKY, 13, SOLID), snapkv = style(SKY, 7, DASHED),
   keydiff_blocks = style(SKY, 4, DASHED), keydiff = style(SKY, 5, SOLID),
   knorm = style(SKY, 1, DOTTED), tova = style(GREEN, 7, SOLID),
+  rocketkv = style(BLUE, 9, SOLID), rkv = style(GREEN, 4, DASHED),
+  duo = style(ORANGE, 8, DOTTED),
 }
 
 -- If series that are no policies are more than the colours, the colours repeat with other

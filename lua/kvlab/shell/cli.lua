@@ -123,8 +123,8 @@ end
 
 -- The rows do not depend on these options, which say where, when and how to compute.
 local apart = { out = true, shard = true, jobs = true, ["keep-going"] = true, list = true,
-                csv = true, formats = true, worker = true, slurm = true, shards = true,
-                retries = true, ["at-once"] = true }
+                csv = true, formats = true, over = true, worker = true, slurm = true,
+                shards = true, retries = true, ["at-once"] = true }
 
 --- Notes a word of the command line, so that it can be passed to another process.
 local function note(word, is_apart)

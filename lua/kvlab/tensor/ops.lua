@@ -180,6 +180,7 @@ function step.attend(of, q, cache, format, selection, slots, out, lse, prev, pre
   if hook then
     call.hook_arguments, call.hook_bytes = hook.words, hook.bytes
     call.hook_tensors, call.hook_tensors_count = hook.tensors, hook.count
+    call.hook_only_keeps = hook.plan.roots[1] and 0 or 1
   end
   check(C.kvl_paged_attention(call))
   return out

@@ -134,17 +134,6 @@ local function read_questions(engine, forks, queries, question, times)
   end
 end
 
---- Counts what a sequence holds, and would hold if nothing were evicted.
-local function count_held(self, seq)
-  local cache = self.engine.cache
-  for layer = 0, cache.cut_layers - 1 do
-    for head = 0, cache.cut_heads - 1 do
-      self.held = self.held + seq:held(layer, head)
-      self.texts = self.texts + seq:length()
-    end
-  end
-end
-
 --- Asks all questions of one context and returns which were answered right. The probe
 -- observes while the answers are given.
 local function ask(self, seq, queries, probe, times)
@@ -158,7 +147,6 @@ local function ask(self, seq, queries, probe, times)
   local right = {}
   for i, query in ipairs(queries) do
     right[i] = first[i] == query.answer[1] and second[i] == query.answer[2]
-    count_held(self, forks[i])
     forks[i]:close()
   end
   return right
@@ -204,7 +192,6 @@ local function ask_in_turn(self, seq, groups, probe, times)
     else
       right[i] = sum_of(given[i]) == sum_of(answers)
     end
-    count_held(self, forks[i])
     forks[i]:close()
   end
   return right
@@ -228,7 +215,6 @@ local function ask_in_row(self, seq, queries, probe, times)
     engine.attention.probe = nil
     decode(query.answer[2])
   end
-  count_held(self, fork)
   fork:close()
   return right
 end
@@ -258,9 +244,10 @@ local OBSERVER = options.optional(options.like("an observer", "observe"))
 ---@return number step_us    a decode step, median; NaN where only answers are decoded
 ---@return table|nil probe
 function Exam:ask(policy, probe, each)
+  self.engine.cache:reset_peak()
+  self.before = self.engine.cache:stats()
   use_policy(self, policy)
   local engine, right, times = self.engine, 0, {}
-  self.held, self.texts = 0, 0
   local observer = probe and probe(engine.attention)
   options.argument("ask", "what probe returns", observer, OBSERVER)
   local kind = self.question
@@ -284,12 +271,9 @@ function Exam:ask(policy, probe, each)
     observer
 end
 
---- The share of their texts that the sequences held which answered, over layers and KV
--- heads.
-function Exam:held_share()
-  if not self.held then options.fail "held_share: nothing was asked yet, expected ask" end
-  return self.held / self.texts
-end
+--- The cache's stats since the last `ask` began: what was held and moved for all
+-- questions, and for the contexts if the policy read them.
+function Exam:stats() return self.engine.cache:stats(self.before) end
 
 --- Gives the KV memory back.
 function Exam:close() self.engine.cache:close() end

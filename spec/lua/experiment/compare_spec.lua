@@ -262,6 +262,20 @@ x           2        2  1.5  5    3.5  -2.853 ... 9.853  no
         true), problem)
     end)
 
+    it("says which metrics only one side has", function()
+      local line = '{"config": {"n": 1, "m": "%s"}, "metrics": {"x": 1, "%s": 2}}\n'
+      files.write(folder .. "/a.jsonl", line:format("a", "old"))
+      files.write(folder .. "/b.jsonl", line:format("b", "held_share"))
+      main(folder .. "/a.jsonl", folder .. "/b.jsonl")
+      assert.truthy(printed:find("\nx ", 1, true), printed)
+      for metric, side in pairs { old = "A", held_share = "B" } do
+        local words = ("%s is in %s only, so it is not compared.\n"):format(metric, side)
+        assert.truthy(printed:find(words, 1, true), printed)
+      end
+      main(folder .. "/a.jsonl", folder .. "/b.jsonl", { metric = { "x" } })
+      assert.is_nil(printed:find("is not compared", 1, true))
+    end)
+
     it("says what is wrong", function()
       local function has(words, text) assert.truthy(text:find(words, 1, true), text) end
       has("/nowhere has no results", main(folder, "/nowhere"))

@@ -434,6 +434,58 @@ random           0.80  2.40
         "formats is eps, expected svg, pdf or png")
     end)
 
+    it("show another cost where --over asks", function()
+      local o = {
+        metrics = { "accuracy", "bytes_share", "held_share" },
+        grid = { { "policy", { "quest", "tova" } }, { "budget", { 0.1, 0.3 } } },
+        run = function(c)
+          return { accuracy = c.budget, bytes_share = c.budget,
+                   held_share = c.policy == "quest" and 1 or c.budget }
+        end,
+        table = {
+          { rows = "policy", columns = "budget", value = "accuracy",
+            beside = "bytes_share" },
+          { front = "accuracy", over = "bytes_share" },
+        },
+        plot = { x = "bytes_share", y = "accuracy", series = "policy", front = true,
+                 title = "accuracy over {over}" },
+      }
+      local answer = run(o)
+      assert.equal("accuracy (bytes_share)", answer.tables[1].caption)
+      assert_has("accuracy over bytes read", read "accuracy_by_bytes_share.svg")
+      answer = run(o, nil, { over = "held_share" })
+      assert_has("resumed 4 of 4", harness.printed)
+      assert.equal("accuracy (held_share)", answer.tables[1].caption)
+      assert.equal(1, answer.tables[1].rows[1][2].beside)
+      assert.equal("Pareto front of accuracy over held_share", answer.tables[2].caption)
+      assert.same({ "tova", "0.1", 0.1, 0.1 }, answer.tables[2].rows[1])
+      assert_has("accuracy over bytes held", read "accuracy_by_held_share.svg")
+      assert_has("bytes held, as a share of all of K and V",
+        read "accuracy_by_held_share.svg")
+      assert_has("--over is held, expected bytes_share, held_share, moved_share",
+        problem_of(o, nil, { over = "held" }))
+      assert_has("--over is moved_share, which rows of spec do not have",
+        problem_of(o, nil, { over = "moved_share" }))
+    end)
+
+    it("say which rows are older than the cost that --over asks for", function()
+      local o = { metrics = { "accuracy", "bytes_share" }, run = function(c)
+        return { accuracy = c.budget, bytes_share = c.budget }
+      end }
+      run(o, { policy = "quest", context = 512 })
+      o.metrics[3] = "held_share"
+      o.run = function(c)
+        return { accuracy = c.budget, bytes_share = c.budget, held_share = 1 }
+      end
+      o.table = { rows = "policy", columns = "budget", value = "accuracy",
+                  beside = "bytes_share" }
+      local answer = run(o, { context = 512, stale = "keep" }, { over = "held_share" })
+      assert_has("2 of 4 rows have no held_share: it was not counted when they were "
+        .. "computed", harness.printed)
+      assert.same({ "quest", 0.1, 0.3 }, answer.tables[1].rows[1])
+      assert.equal(1, answer.tables[1].rows[2][2].beside)
+    end)
+
     it("and rows are a file of comma-separated values, too, where --csv asks", function()
       plot.gnuplot = "kvlab-no-such-gnuplot"
       local answer = run({}, nil, { csv = true })

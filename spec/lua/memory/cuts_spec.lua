@@ -127,7 +127,7 @@ describe("tables by head", function()
 end)
 
 describe("a probe", function()
-  it("measures the same with any tables, and of what is held", function()
+  it("measures the same with any tables, and no loss where tokens are gone", function()
     local function metrics(tables, policy)
       local e = engine(tables, { policy = policy })
       local seq = e:sequence()
@@ -148,7 +148,9 @@ describe("a probe", function()
       local held = metrics(tables, kv.policy("streaming", { blocks = 5 }))
       assert.equal(5, held.blocks_read)
       assert.is_true(math.abs(held.blocks_share - 5 / 16.5) < 1e-9, held.blocks_share)
-      assert.is_true(held.output_error < 1e-6)
+      for _, name in ipairs { "attention_mass", "output_error" } do
+        assert.is_true(held[name] ~= held[name], name) -- NaN: dense attention is unknown
+      end
     end
   end)
 end)

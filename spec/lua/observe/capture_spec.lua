@@ -121,6 +121,22 @@ local function check(dev)
       end
     end)
 
+    it("holds the budget of a policy that evicts, from its prompt on", function()
+      for _, name in ipairs { "tova", "snapkv", "streaming" } do
+        local metrics, model_error = run(name, { ratio = 1 })
+        assert.is_true(model_error < 0.004, name .. " " .. model_error)
+        assert.equal(1, metrics.held_share)
+        metrics, model_error = run(name, { blocks = 10 })
+        assert.is_true(model_error > 0.1, name .. " " .. model_error)
+        -- of 315 ... 320 tokens
+        local held = name == "snapkv" and 83.5 or 80
+        assert.near(held / 317.5, metrics.held_share, 1e-9)
+      end
+      local metrics, model_error = run "full"
+      assert.is_true(model_error < 0.004)
+      assert.equal(1, metrics.held_share)
+    end)
+
     it("attends with the capture's scale", function()
       local capture = replay.capture
       local scale = capture.scale

@@ -130,6 +130,38 @@ local function specs(dev_name)
     end)
   end
 
+  it("leaves the result as it is if it only emits, even where V is not finite", function()
+    local heads, kv_heads, dim, size = 8, 2, 64, 16
+    local function rows(count)
+      return kv.randn(dev, "bf16", { 2, count, dim }, { seed = 2 })
+    end
+    local function attend(p)
+      local cache = kv.cache { device = dev, format = "bf16", layers = 1, blocks = 24,
+        block_size = size, kv_heads = kv_heads, head_dim = dim }
+      cache.memory:copy_(kv.randn(dev, "f32", cache.memory:dims(), { seed = 1 })
+        :cast "bf16")
+      local values = cache.memory:reshape { 24 * 2 * kv_heads, size * dim }
+      for i, x in ipairs { 0 / 0, math.huge } do -- one number each, of V of two blocks
+        values:index((3 * i) * 2 * kv_heads + kv_heads):narrow(5 * dim + 7, 1):fill_(x)
+      end
+      local attention = kv.attention { cache = cache, heads = heads, decode_policy = p }
+      local batch = cache:batch { max_seqs = 2, max_tokens = 2, max_blocks = 14 }
+      local seqs = { cache:sequence(), cache:sequence() }
+      for i, seq in ipairs(seqs) do seq:extend(80 + 70 * i) end
+      batch:append(seqs, { 1, 1 })
+      attention:begin(batch, false)
+      local out = attention:forward(0, rows(heads), rows(kv_heads), rows(kv_heads))
+      local got = out:cast("f32"):list()
+      cache:close()
+      return got
+    end
+    local emits = define { emit = { mass = e.weight:mean "head" } } {}
+    local want, count = attend(nil), 0
+    for _, x in ipairs(want) do if x - x ~= 0 then count = count + 1 end end
+    assert.is_true(count > 0 and count < #want / 4)
+    support.close(kv.from(dev, "f32", { #want }, attend(emits)), want, 1e-6, 2 ^ -7)
+  end)
+
   it("has no part in layers that have a window of their own", function()
     local sums = {}
     local p = define { bias = e.position / 2, mask = e.block:ne(0),

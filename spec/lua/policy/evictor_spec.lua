@@ -44,19 +44,29 @@ function worth.keydiff(token, seq, layer, head)
 end
 
 local WINDOW, POOL = 6, 3
-local function votes_of(seq, layer, head)
-  local tokens, votes, pooled = seq.held[layer][head], {}, {}
-  local queries = seq.queries[layer]
+
+--- The mean weights of a prompt's last queries, those of a group joined by `join`; and
+-- how many queries there are.
+local function weights_of(seq, layer, head, join)
+  local tokens, votes, queries = seq.held[layer][head], {}, seq.queries[layer]
   for i = 1, #tokens do votes[i] = 0 end
   local count = math.min(WINDOW, #queries)
   for back = count - 1, 0, -1 do
-    local seen = { unpack(tokens, 1, #tokens - back) }
+    local seen, of_heads = { unpack(tokens, 1, #tokens - back) }, {}
     for g = 1, GROUP do
-      local weights = reference.weights(queries[#queries - back][head * GROUP + g], seen,
+      of_heads[g] = reference.weights(queries[#queries - back][head * GROUP + g], seen,
         DIM ^ -0.5)
-      for i, w in ipairs(weights) do votes[i] = votes[i] + w / (GROUP * count) end
+    end
+    for i = 1, #seen do
+      votes[i] = votes[i] + join(of_heads[1][i], of_heads[2][i]) / count
     end
   end
+  return votes, count
+end
+
+local function votes_of(seq, layer, head)
+  local tokens, pooled = seq.held[layer][head], {}
+  local votes, count = weights_of(seq, layer, head, function(a, b) return (a + b) / 2 end)
   for i = 1, #tokens do
     pooled[i] = i > #tokens - count and math.huge
       or ((votes[i - 1] or 0) + votes[i] + (votes[i + 1] or 0)) / POOL
@@ -66,6 +76,72 @@ end
 function worth.snapkv(_, seq, layer, head, i)
   return once(seq, layer, head, function() return votes_of(seq, layer, head) end)[i]
 end
+
+-- R-KV: the tokens of a head by their positions, importance, redundancy.
+local INTERVAL, MIX, NEAR = 12, 0.3, 0.2
+local function in_text(tokens)
+  local list = { unpack(tokens) }
+  table.sort(list, function(a, b) return a.position < b.position end)
+  return list
+end
+
+--- The shares of the mean cosine of each key to the others; of each key's neighbours, the
+-- newest does not count.
+local function redundancy_of(tokens)
+  local sums, total = {}, 0
+  for j = 1, #tokens do sums[j] = 0 end
+  for _, a in ipairs(tokens) do
+    local near, newest = {}, nil
+    for j, b in ipairs(tokens) do
+      near[j] = a == b and 0 or reference.dot(a.k, b.k)
+        / math.sqrt(reference.dot(a.k, a.k) * reference.dot(b.k, b.k))
+      if near[j] > NEAR and (not newest or b.position > tokens[newest].position) then
+        newest = j
+      end
+    end
+    if newest then near[newest] = 0 end
+    for j = 1, #tokens do sums[j] = sums[j] + near[j] / #tokens end
+  end
+  for j = 1, #tokens do
+    sums[j] = math.exp(sums[j])
+    total = total + sums[j]
+  end
+  for j = 1, #tokens do sums[j] = sums[j] / total end
+  return sums
+end
+
+local function score_rkv(seq, layer, head)
+  local tokens = in_text(seq.held[layer][head])
+  local votes = {}
+  if seq.ends then
+    local of_list = weights_of(seq, layer, head, math.max)
+    local at = {}
+    for i, token in ipairs(seq.held[layer][head]) do at[token] = of_list[i] end
+    for i, token in ipairs(tokens) do votes[i] = at[token] end
+  else
+    local count = (seq.length - 1) % WINDOW + 1
+    for i, token in ipairs(tokens) do votes[i] = (token.votes or 0) / count end
+  end
+  local redundancy = redundancy_of(tokens)
+  for i, token in ipairs(tokens) do
+    local most = math.max(votes[i - 1] or 0, votes[i], votes[i + 1] or 0)
+    token.worth = token.position >= seq.length - WINDOW and math.huge
+      or MIX * most - (1 - MIX) * redundancy[i]
+  end
+end
+
+function worth.rkv(token, seq, layer, head)
+  if seq.ends or seq.length % INTERVAL == 0 then
+    seq.scored = seq.scored or {}
+    local key = ("%d %d"):format(layer, head)
+    local when = ("%d %s"):format(seq.length, tostring(seq.ends))
+    if seq.scored[key] ~= when then score_rkv(seq, layer, head) end
+    seq.scored[key] = when
+  end
+  return token.worth or math.huge
+end
+
+worth.rocketkv = worth.snapkv -- says what is held; all of it is read below
 
 -- A worth without a paper: a random number for each position.
 local LOTS = {}
@@ -112,7 +188,7 @@ local function open(dev, o)
   self.ref = { layers = LAYERS, kv_heads = KV_HEADS, group = GROUP, dim = DIM,
     by = o.tables, sink = sink * size, recent = recent * size,
     keep_decoded = o.options.keep_decoded or policy.prompt_only, worth = worth[o.policy],
-    floor = o.floor, cap = function(length, layer, head)
+    floor = o.floor, window = WINDOW, cap = function(length, layer, head)
       local blocks = math.ceil(length / size)
       local ratio = o.ratios and o.ratios[layer + 1][head + 1] or o.options.ratio
       if ratio == 1 then return math.huge end
@@ -272,6 +348,12 @@ local function random_script(self, rng, steps)
   end
 end
 
+local OWN = { snapkv = { window = WINDOW, pool = POOL }, rkv = { window = WINDOW,
+  pool = POOL, interval = INTERVAL, mix = MIX, threshold = NEAR } }
+local ONE_BUDGET = {}
+for _, name in ipairs(support.names(worth)) do
+  if name ~= "rocketkv" then table.insert(ONE_BUDGET, name) end
+end
 local PROMPT_ONLY = { knorm = true, keydiff = true, snapkv = true }
 
 local BUDGETS = { { blocks = 4 }, { ratio = 0.4, min_blocks = 2 },
@@ -280,14 +362,14 @@ local BUDGETS = { { blocks = 4 }, { ratio = 0.4, min_blocks = 2 },
 
 local function specs(dev)
   for _, tables in ipairs { "layer", "head" } do
-    for _, name in ipairs(support.names(worth)) do
+    for _, name in ipairs(ONE_BUDGET) do
       it(("of %s, tables by %s, holds what the reference holds"):format(name, tables),
         function()
           for i, options in ipairs(BUDGETS) do
             for _, size in ipairs { 4, 1 } do
               local o = {}
               for key, value in pairs(options) do o[key] = value end
-              if name == "snapkv" then o.window, o.pool = WINDOW, POOL end
+              for key, value in pairs(OWN[name] or {}) do o[key] = value end
               if PROMPT_ONLY[name] then o.keep_decoded = nil end
               local self = open(dev, { policy = name, options = o, tables = tables,
                 block_size = size })
@@ -315,6 +397,9 @@ local RAGGED = {
   ["what the heads of a layer divide"] = { tables = "head", policy = "h2o",
     floor = 0.25, options = { ratio = 0.3, recent = 1,
       split = kv.split("adaptive", { floor = 0.25 }) } },
+  ["a part of the policy's"] = { tables = "head", policy = "rocketkv",
+    ratios = { { 0.4, 0.4 }, { 0.4, 0.4 } }, options = { ratio = 0.4, spare = 1, sink = 0,
+      recent = 0, window = WINDOW, pool = POOL } },
   ["what they divide after the prompt"] = { tables = "head", policy = "snapkv",
     floor = 0.2, options = { ratio = 0.3, window = WINDOW, pool = POOL,
                              split = "adaptive" } },

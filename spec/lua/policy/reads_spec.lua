@@ -3,6 +3,7 @@ local kv = require "kvlab"
 local named = require "kvlab.named"
 local rig = require "spec.rig"
 local temporary = require "spec.temporary"
+local tiny = require "spec.models.tiny"
 
 local cpu = kv.device "cpu"
 local SHAPE = rig.SHAPE
@@ -12,9 +13,9 @@ local BLOCKS, SIZE = 19, SHAPE.block_size -- of a sequence of 299 or 300 tokens
 local FULL = 18 -- of these blocks
 
 --- The metrics of decoding 2 tokens of a sequence of 298 tokens. before: called first,
--- with the attention and its probe.
-local function metrics(policy, before)
-  local its = rig.new(cpu, {})
+-- with the attention and its probe. offload: of the cache.
+local function metrics(policy, before, offload)
+  local its = rig.new(cpu, { offload = offload })
   its.attention = kv.attention { cache = its.cache, heads = its.heads,
                                  decode_policy = policy }
   local probe = kv.probe(its.attention)
@@ -153,5 +154,61 @@ describe("what a step reads", function()
     local bytes = KEY * (5 * SIZE * 2 + BLOCKS * SIZE / 2) + TALLY
     assert.near(SHAPE.layers * SHAPE.kv_heads * bytes, seen.bytes_read, 1e-6)
     assert.near(5, seen.blocks_read, 1e-9)
+  end)
+end)
+
+describe("what a step holds and moves", function()
+  local function shares(policy, offload)
+    local seen = metrics(policy, nil, offload)
+    return { seen.held_share, seen.moved_share }
+  end
+
+  local function near(want, got)
+    for i = 1, 2 do assert.near(want[i], got[i], 1e-12) end
+  end
+
+  it("is all of the texts and nothing, where KV is on the device", function()
+    near({ 1, 0 }, shares(kv.policy "full"))
+    near({ 1, 0 }, shares(kv.policy("quest", { blocks = 5, min_blocks = 0 })))
+  end)
+
+  it("crosses the link from and to host memory", function()
+    local token = 1 / SIZE -- of a block; each step writes one
+    near({ 1, (FULL + token) / BLOCKS }, shares(kv.policy "full", { slots = 2 }))
+    -- the open block is on the device already
+    near({ 1, (4 + token) / BLOCKS }, shares(kv.policy("streaming_blocks",
+      { blocks = 5, min_blocks = 0, sink = 1, recent = 2 }), { slots = 2 }))
+    -- the first of two steps fetches what the second finds
+    near({ 1, (5 / 2 + token) / BLOCKS }, shares(kv.policy("streaming_blocks",
+      { blocks = 5, min_blocks = 0, sink = 1, recent = 2 }), { hot_slots = 128 }))
+  end)
+
+  it("has what scores read in host memory", function()
+    local o, offload = { blocks = 5, min_blocks = 0, sink = 1, recent = 2 }, { slots = 2 }
+    local token, open = 1 / SIZE, 1
+    local function moved(policy) return shares(policy, offload)[2] * BLOCKS end
+    -- all keys; and of the selected blocks, among which is the open one, K and V
+    assert.near(BLOCKS / 2 + 5 - open + token, moved(kv.policy("oracle", o)), 1e-9)
+    assert.near(BLOCKS + 5 - open + token, moved(kv.policy("mass_oracle", o)), 1e-9)
+    for _, operand in ipairs { "k", "v" } do
+      local policy = kv.policy.define { name = "by_expression", decode = true,
+        own_bytes = 0, defaults = o, score = kv.expr[operand]:max "dim":max "token" }
+      assert.near(BLOCKS / 2 + 5 - open + token, moved(policy()), 1e-9, operand)
+    end
+  end)
+
+  it("is what an eviction leaves, and the token that makes way", function()
+    for _, tables in ipairs { "layer", "head" } do
+      local engine = tiny.attentive(cpu):engine { tables = tables, blocks = 40,
+        block_size = 4, policy = kv.policy("streaming", { blocks = 5 }) }
+      local seq, prompt = engine:sequence(), {}
+      for i = 1, 61 do prompt[i] = i end
+      engine:prefill(seq, prompt)
+      local probe = kv.probe(engine.attention)
+      for i = 1, 2 do engine:decode({ seq }, { i }) end -- 62 and 63 tokens: 16 blocks
+      local seen = probe:metrics()
+      near({ 20 / 62.5, 1 / 64 }, { seen.held_share, seen.moved_share })
+      engine.cache:close()
+    end
   end)
 end)

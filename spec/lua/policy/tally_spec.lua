@@ -43,6 +43,24 @@ local function check(dev)
     support.equal(tally:load(ctx), { 112, 112, 116, 115 })
   end)
 
+  it("stores the values that it is given, and counts without a load", function()
+    local tally = kv.tally(shape, nil, 7)
+    local a, b = sequence(), sequence()
+    tally:put(a, 1, row(10, 3))
+    local ctx = step(tally, { b, a }, 2)
+    tally:count(ctx, kv.from(dev, "f32", { 2, 2, 2 }, { 1, 2, 3, 4, 5, 6, 7, 8 }))
+    support.equal(tally:load(ctx), { 8, 9, 10, 11, 16, 18, 21, 23 })
+    tally:count(ctx, kv.from(dev, "f32", { 2, 1, 2 }, { 1, 2, 3, 4 })) -- for all heads
+    support.equal(tally:load(ctx), { 9, 11, 11, 13, 19, 22, 24, 27 })
+    ctx = step(tally, { a }, 1)
+    tally:store(ctx, kv.from(dev, "f32", { 1, 2, 1 }, { 5, 6 }))
+    support.equal(tally:load(step(tally, { a }, 3)), { 5, 22, 13, 6, 27, 16 })
+    support.raises("store: values is [2, 2], expected [1, 2, 3]", tally.store, tally,
+      ctx, kv.full(dev, "f32", { 2, 2 }, 1))
+    support.raises("update_rows: values is i32 [2, 3], expected f32", tally.store, tally,
+      ctx, kv.full(dev, "i32", { 1, 2, 3 }, 1))
+  end)
+
   it("is as it was after more sequences than it had room for", function()
     local tally, all = kv.tally(shape, 1), {}
     for i = 1, 40 do

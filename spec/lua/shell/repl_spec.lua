@@ -263,12 +263,16 @@ text = "void s(const float *x, int64_t n) {}"
       local output = feed [[
 t = kv.zeros("cpu", "u8", { 1024 * 1024 })
 c = kv.cache { layers = 2, blocks = 10, block_size = 16, kv_heads = 2, head_dim = 32 }
+s = c:sequence()
+s:extend(33)
+s:truncate(16)
 :mem
 c:close()
 :mem
 ]]
       assert.matches("cpu +1.078 MiB", output)
-      assert.matches("cpu +device +2 +10 +10 +16 +bf16 +80 KiB", output)
+      assert.matches("cpu +device +2 +10 +9 +16 +bf16 +80 KiB +8 KiB +24 KiB +0 bytes"
+        .. " +0 bytes", output)
       assert.equal(1, select(2, output:gsub("KV pool", "")))
     end)
 

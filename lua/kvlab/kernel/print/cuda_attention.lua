@@ -10,7 +10,7 @@ local M = {}
 
 local HOOK = [=[
 struct policy_hook {
-  static constexpr bool ACTIVE = true, KEEPS = %s;
+  static constexpr bool ACTIVE = true, HIDES = %s, KEEPS = %s;
   float *scores;
   int64_t room;
   arguments args;
@@ -176,8 +176,8 @@ function M.hook(self, target)
   return ('#include "cuda/attention/%s.cuh"\n'):format(header)
     .. '#include "cuda/expression.cuh"\n\n'
     .. ("enum { TOKENS = %d };\n"):format(plan.sizes.token) .. shared.struct(plan) .. "\n"
-    .. HOOK:format(tostring(plan.keeps or false), indented(lines, "    ")
-      .. indented(body, "    ")) .. text
+    .. HOOK:format(tostring(plan.roots[1] ~= nil), tostring(plan.keeps or false),
+      indented(lines, "    ") .. indented(body, "    ")) .. text
 end
 
 local EMIT = [[

@@ -368,9 +368,9 @@ local function bytes_of_fields(fields)
 end
 
 --- Counts what a score reads.
-local function count_score(plan, shape, ctx)
+local function count_score(plan, ctx)
   local bytes = bytes_of_fields(plan.fields)
-  if plan.uses.v then bytes = bytes + shape.format:bytes_page() / (2 * shape.kv_heads) end
+  if plan.uses.v then ctx.reads:half(ctx) end
   if plan.uses.k then ctx.reads:keys(ctx) end
   ctx.reads:each_block(ctx, bytes)
 end
@@ -388,7 +388,7 @@ local function compute_score(kernel, owner, ctx)
   kernel:give("lens", ctx.lens)
   kernel:give("last", ctx.is_prefill and ctx.batch.last or nil)
   kernel:give("scores", scores)
-  if ctx.reads then count_score(kernel.plan, owner.shape, ctx) end
+  if ctx.reads then count_score(kernel.plan, ctx) end
   local fields = owner.summary
   local read = kernel.plan.fields
   for i = 1, #read do

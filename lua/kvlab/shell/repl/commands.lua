@@ -63,14 +63,16 @@ local function device_rows()
   return rows
 end
 
---- One row for every KV cache that is open: its pool and its tier.
+--- One row for every KV cache that is open: its pool, its tier, and what it counted.
 local function cache_rows()
   local rows = {}
   for cache in pairs(require("kvlab.memory.cache").open) do
-    local memory = cache.memory
+    local memory, s = cache.memory, cache:stats()
     rows[#rows + 1] = { cache.device:name(), cache.tier.name, cache.layers, cache.blocks,
       cache:blocks_free(), cache.block_size, cache.format.name,
-      inspect.bytes(memory:bytes()) }
+      inspect.bytes(memory:bytes()), inspect.bytes(s.bytes_held),
+      inspect.bytes(s.bytes_peak), inspect.bytes(s.bytes_evicted),
+      inspect.bytes(s.bytes_moved) }
   end
   return rows
 end
@@ -84,7 +86,7 @@ commands.mem = { "", "memory of the devices, and the KV pools with their tier",
     if #rows == 0 then return end
     io.stdout:write "\n"
     print_table({ "KV pool", "tier", "layers", "blocks", "free", "block_size", "format",
-      "bytes" }, rows)
+      "bytes", "held", "peak", "evicted", "moved" }, rows)
   end }
 
 -- ---- looking --------------------------------------------------------------------------

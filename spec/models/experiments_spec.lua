@@ -1,0 +1,68 @@
+--- Experiments with observers of their own, and with policies that evict, on small grids.
+local files = require "kvlab.files"
+local json = require "kvlab.json"
+local kv = require "kvlab"
+local temporary = require "spec.temporary"
+
+describe("experiment #release", function()
+  local it = kv.paths.executable and it or pending
+
+  --- Runs one and returns its rows.
+  local function run(name, options)
+    local out = temporary.folder()
+    local pipe = io.popen(("'%s' run '%s/lua/experiments/%s.lua' --device=cpu --quick "
+      .. "--out='%s' %s 2>&1; echo status $?"):format(kv.paths.executable, kv.paths.root,
+      name, out, options))
+    local printed = pipe:read "*a"
+    pipe:close()
+    assert.matches("status 0\n$", printed)
+    local rows = {}
+    for line in files.read(out .. "/results.jsonl"):gmatch "[^\n]+" do
+      rows[#rows + 1] = json.decode(line)
+    end
+    return rows, printed
+  end
+
+  it("07_hash_bits counts what hashes find, and not what it reads itself", function()
+    local rows = run("07_hash_bits", "--set bits=64 --set budget=0.3 --set context=512 "
+      .. "--set planes=orthogonal")
+    assert.equal(5, #rows)
+    for _, row in ipairs(rows) do
+      local m, by = row.metrics, row.config.hash_of
+      assert.is_true(by == "oracle" and m.block_recall == 1
+        or by ~= "oracle" and m.block_recall > 0.2 and m.block_recall < 0.9)
+      assert.is_true(by == "oracle" or m.bytes_share < 0.42, by)
+      assert.same({ 1, 0 }, { m.held_share, m.moved_share })
+    end
+  end)
+
+  it("11_nsa_recall finds what an indexer lists", function()
+    local rows = run("11_nsa_recall", "--set bits=8 --set budget=0.3 --set index=key "
+      .. "--set index_dim=128 --set rotate=no --set context=512")
+    assert.equal(2, #rows) -- tokens and blocks
+    for _, row in ipairs(rows) do
+      assert.is_true(row.metrics.token_recall > 0.3 and row.metrics.token_recall < 1)
+    end
+  end)
+
+  it("12, 14 and 17 take policies that evict, by what they hold", function()
+    for name, options in pairs {
+      ["12_captured"] = "--set budget=0.5", ["14_needle"] = "--set context=512",
+      ["17_levels"] = "--set context=512 --set level=row",
+    } do
+      local rows, printed = run(name, "--set policy=quest,tova,snapkv --over=held_share "
+        .. options)
+      assert.truthy(printed:find("held_share", 1, true), printed)
+      local held = {}
+      for _, row in ipairs(rows) do
+        held[row.config.policy] = row.metrics.held_share
+        if row.config.policy == "quest" then
+          assert.same({ 1, 0 }, { row.metrics.held_share, row.metrics.moved_share })
+        else
+          assert.is_true(row.metrics.moved_share > 0)
+        end
+      end
+      assert.is_true(held.tova < held.snapkv and held.snapkv < 0.6, name)
+    end
+  end)
+end)
