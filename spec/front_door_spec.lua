@@ -504,6 +504,21 @@ stdin:8: unexpected symbol near ')'
         it("waits", function() pending "later" end)]])
     end)
 
+    it("shows a part of what is raised where all of it is long", function()
+      write("spec/tiny_spec.lua", [[
+        it("a", function()
+          local t = {}
+          for _ = 1, 100 do t = { t, t } end
+          error(t)
+        end)
+        it("b", function() error(("x"):rep(1e6)) end)]])
+      local status, output = sh "./kvlab test"
+      assert.equal(1, status, output)
+      assert.matches("spec/tiny_spec.lua:4: {", output, 1, true)
+      assert.matches("x … %d+ more bytes\n\n0 passed, 2 failed", output)
+      assert.is_true(#output < 30000)
+    end)
+
     it("counts a file that does not load and a setup that raises as failed", function()
       assert.equal("1: 0 passed, 1 failed", last_line "it(")
       assert.equal("1: 0 passed, 1 failed", last_line "error 'at once'")

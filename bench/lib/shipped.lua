@@ -270,7 +270,7 @@ case { -- docs/policies.md has it by tensor ops
 case { -- the shipped one counts on from one sequence to the next: ranks are the same
   name = "streaming", ranks = true,
   expression = function(rig) return expressed(rig, { score = e.block }) end,
-  hand = function(rig) return shipped(rig, "streaming") end,
+  hand = function(rig) return shipped(rig, "streaming_blocks") end,
 }
 
 case {
