@@ -417,13 +417,15 @@ stdin:8: unexpected symbol near ')'
                     "build", "doctor", "cache", "bundle",
                     "install", "completion", "man", "help" }
 
+    setup(function()
+      sh [[mkdir -p fresh/lua/kvlab/shell
+        cp -R kvlab VERSION premake5.lua tools fresh
+        cp lua/kvlab/shell/verbs.txt fresh/lua/kvlab/shell]]
+    end)
+
     --- Runs a command in a copy that was never built; nothing may be built for it.
     local function answers(status, command)
-      local got, output = sh(([[
-        rm -rf fresh && mkdir -p fresh/lua/kvlab/shell
-        cp -R kvlab VERSION premake5.lua tools fresh
-        cp lua/kvlab/shell/verbs.txt fresh/lua/kvlab/shell
-        cd fresh
+      local got, output = sh(([[cd fresh
         %s
         code=$?; ls -d build .deps 2>/dev/null; (exit $code)]]):format(command))
       assert.equal(status, got, output)
