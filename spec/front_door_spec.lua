@@ -417,13 +417,15 @@ stdin:8: unexpected symbol near ')'
                     "build", "doctor", "cache", "bundle",
                     "install", "completion", "man", "help" }
 
+    setup(function()
+      sh [[mkdir -p fresh/lua/kvlab/shell
+        cp -R kvlab VERSION premake5.lua tools fresh
+        cp lua/kvlab/shell/verbs.txt fresh/lua/kvlab/shell]]
+    end)
+
     --- Runs a command in a copy that was never built; nothing may be built for it.
     local function answers(status, command)
-      local got, output = sh(([[
-        rm -rf fresh && mkdir -p fresh/lua/kvlab/shell
-        cp -R kvlab VERSION premake5.lua tools fresh
-        cp lua/kvlab/shell/verbs.txt fresh/lua/kvlab/shell
-        cd fresh
+      local got, output = sh(([[cd fresh
         %s
         code=$?; ls -d build .deps 2>/dev/null; (exit $code)]]):format(command))
       assert.equal(status, got, output)
@@ -502,6 +504,21 @@ stdin:8: unexpected symbol near ')'
         it("fails", function() assert.equal(1, 2) end)
         it("raises", function() error {} end)
         it("waits", function() pending "later" end)]])
+    end)
+
+    it("shows a part of what is raised where all of it is long", function()
+      write("spec/tiny_spec.lua", [[
+        it("a", function()
+          local t = {}
+          for _ = 1, 100 do t = { t, t } end
+          error(t)
+        end)
+        it("b", function() error(("x"):rep(1e6)) end)]])
+      local status, output = sh "./kvlab test"
+      assert.equal(1, status, output)
+      assert.matches("spec/tiny_spec.lua:4: {", output, 1, true)
+      assert.matches("x … %d+ more bytes\n\n0 passed, 2 failed", output)
+      assert.is_true(#output < 30000)
     end)
 
     it("counts a file that does not load and a setup that raises as failed", function()

@@ -65,6 +65,7 @@ local function case(s)
 end
 
 describe("linear", function()
+  local shapes = {}
   for _, form in ipairs { "plain", "add", "swiglu" } do
     for _, size in ipairs { { 1, 32, 8 }, { 1, 1056, 66 }, { 2, 576, 34 },
                             { 4, 4096, 130 }, { 3, 40, 6 }, { 5, 64, 20 },
@@ -73,14 +74,15 @@ describe("linear", function()
                             { 16, 576, 66 }, { 17, 128, 34 } } do
       for _, dtype in ipairs { "f32", "f16", "bf16" } do
         for _, extras in ipairs { false, true } do
-          case { form = form, rows = size[1], k = size[2], n = size[3], dtype = dtype,
-                 extras = extras }
+          shapes[#shapes + 1] = { form = form, rows = size[1], k = size[2], n = size[3],
+                                  dtype = dtype, extras = extras }
         end
       end
     end
-    case { form = form, rows = 2, k = 96, n = 24, dtype = "bf16", out = "f32",
-           norm_dtype = "f32", extras = true }
+    shapes[#shapes + 1] = { form = form, rows = 2, k = 96, n = 24, dtype = "bf16",
+                            out = "f32", norm_dtype = "f32", extras = true }
   end
+  for _, c in ipairs(S.sample(shapes)) do case(c) end
 
   for at, o in ipairs { { 0 }, { 1 }, { 1, joined = true }, { 3 }, { 8 }, { 49 }, { 64 },
                         { 65 }, { 130, sizes = { 16, 0, 6 } } } do

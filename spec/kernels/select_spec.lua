@@ -108,16 +108,22 @@ for _, kind in ipairs(support.names(kinds)) do
       max_selected = n }
   end
 end
--- Rows that teams of one, two and eight blocks take, some shorter than the table.
-local teams = {}
-for _, kind in ipairs(support.names(kinds)) do
-  for _, shape in ipairs { { 1, 9300, 700 }, { 3, 20000, 2048 }, { 40, 9300, 100 } } do
-    local lens = {}
-    for i = 1, shape[1] do lens[i] = i % 3 == 2 and shape[2] / 2 or shape[2] end
-    teams[#teams + 1] = { kind = kind, lens = lens, block_size = 1, heads = 1,
-      budget = { blocks = shape[3], sink = 1, recent = 2 }, max_blocks = shape[2],
-      max_selected = shape[3] }
+--- Rows that teams of one, two and eight blocks take, some shorter than the table.
+---@param most integer  of them; their number chooses the teams of a GPU, and no more
+local function teams(most)
+  local list = {}
+  for _, kind in ipairs(support.names(kinds)) do
+    for _, shape in ipairs { { 1, 9300, 700 }, { 3, 20000, 2048 }, { 40, 9300, 100 } } do
+      local lens = {}
+      for i = 1, math.min(shape[1], most) do
+        lens[i] = i % 3 == 2 and shape[2] / 2 or shape[2]
+      end
+      list[#list + 1] = { kind = kind, lens = lens, block_size = 1, heads = 1,
+        budget = { blocks = shape[3], sink = 1, recent = 2 }, max_blocks = shape[2],
+        max_selected = shape[3] }
+    end
   end
+  return list
 end
 -- Each list has its own limit. The last shapes are those of rows in registers and, on a
 -- GPU, of teams.
@@ -151,8 +157,11 @@ local topics = {
   { "does nothing for no sequences", empty },
 }
 
+local TEAMS = "agrees on rows that several blocks of threads share"
+
 describe("selecting blocks", function()
   for _, topic in ipairs(topics) do selection_cases.on_cpu(topic, run, expected) end
+  selection_cases.on_cpu({ TEAMS, teams(support.is_full and 40 or 4) }, run, expected)
 
   it("takes an f32 ratio as the number that it is nearest to", function()
     local cpu = kv.device "cpu"
@@ -191,8 +200,7 @@ describe("selecting blocks", function()
   end)
 end)
 
-topics[#topics + 1] = { "agrees on rows that several blocks of threads share", teams }
-
 describe("selecting blocks on CUDA #gpu", function()
   for _, topic in ipairs(topics) do selection_cases.on_gpu(topic, run) end
+  selection_cases.on_gpu({ TEAMS, teams(40) }, run)
 end)

@@ -8,7 +8,7 @@ local support = require "spec.support"
 local tiny = require "spec.models.tiny"
 local tried = require "spec.tried_policies"
 
-local STEPS, VOCAB = 90, 97
+local STEPS, VOCAB = support.is_full and 90 or 45, 97
 
 -- Policies that no graph can record.
 local EAGER = { infllm = true, nsa_branches = true }

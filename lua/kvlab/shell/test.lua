@@ -18,6 +18,9 @@ local PARALLEL = "spec/kernels/"
 -- Files that take long, and would otherwise run alone at the end.
 local FIRST = { ["docs_spec.lua"] = true, ["prefetch_stress_spec.lua"] = true }
 
+-- Bytes that are shown of what a spec says when it fails.
+local MESSAGE_MAX = 20000
+
 local function inside_root(root, name)
   if name:sub(1, #root + 1) == root .. "/" then return name:sub(#root + 2) end
   return name
@@ -26,6 +29,19 @@ end
 local function print_now(...)
   io.stdout:write(...)
   io.stdout:flush()
+end
+
+--- Lets busted show a table that is raised as the REPL shows one, to some depth. Busted
+-- itself writes each table as often as it is met, which may take for ever.
+local function bound_messages(busted)
+  local inspect, rewrite = require "kvlab.shell.repl.inspect", busted.rewriteMessage
+  function busted.rewriteMessage(element, message, trace)
+    local has_words = (debug.getmetatable(message) or {}).__tostring
+    if type(message) == "table" and not has_words then
+      message = inspect.text(message, { colour = false, columns = 88 })
+    end
+    return rewrite(element, message, trace)
+  end
 end
 
 --- Makes the handler that writes the output. For each file it gives one line to
@@ -37,8 +53,10 @@ local function make_handler(busted, root, progress, report)
   local passed_before = 0
 
   local function describe_problem(problem)
-    local text = type(problem.message) == "string" and problem.message
-      or require("pl.pretty").write(problem.message)
+    local text = tostring(problem.message)
+    if #text > MESSAGE_MAX then
+      text = ("%s … %d more bytes"):format(text:sub(1, MESSAGE_MAX), #text - MESSAGE_MAX)
+    end
     report("\nFAILED  ", inside_root(root, problem.name or "?"), "\n",
       text:gsub("^", "  "):gsub("\n", "\n  "), "\n")
     if os.getenv "KVLAB_TRACEBACK" and problem.trace then
@@ -158,6 +176,8 @@ end
 local function run_here(root, files, options, has_gpu, progress, report)
   -- Specs are short and of many kinds: few of their loops gain from being compiled.
   require("jit.opt").start("hotloop=500", "hotexit=200")
+  -- What they leave behind is collected less often, which saves a tenth of their time.
+  collectgarbage("setpause", 500)
   package.path = root .. "/?.lua;" .. package.path -- require "spec.support"
   local busted = require "busted.core"()
   require "busted"(busted)
@@ -170,6 +190,7 @@ local function run_here(root, files, options, has_gpu, progress, report)
   local handler = make_handler(busted, root, progress, report)
   handler:subscribe { language = "en" }
   stop_when_interrupted(busted)
+  bound_messages(busted)
   local times = {}
   if options.times and not options.worker then time_specs(busted, times) end
   require "busted.modules.filter_loader"()(busted, {

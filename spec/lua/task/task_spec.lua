@@ -2,6 +2,7 @@
 -- examples; and what is wrong with them.
 local files = require "kvlab.files"
 local kv = require "kvlab"
+local support = require "spec.support"
 local temporary = require "spec.temporary"
 local text_models = require "spec.text_models"
 local texts = require "kvlab.task.texts"
@@ -55,19 +56,20 @@ local GENERATED = { "needle", "needle_multikey", "needle_multivalue", "needle_mu
                     "variable_tracking", "common_words", "frequent_words" }
 
 describe("a generated task #release", function()
-  for _, name in ipairs(GENERATED) do
-    for _, kind in ipairs { "smollm", "gpt2", "llama2", "qwen2" } do
+  for nth, name in ipairs(GENERATED) do
+    for k, kind in ipairs { "smollm", "gpt2", "llama2", "qwen2" } do
       it(("fills its length: %s for %s"):format(name, kind), function()
-        for _, length in ipairs { 6000, 9001 } do
-          for _, chat in ipairs { false, true } do
-            local task = kv.task(name, { length = length, chat = chat })
-            for _, example in ipairs(task:draw(tokenizer(kind), 2, 5)) do
-              local tokens = #example.ids + example.answer_tokens
-              assert.is_true(tokens <= length, tokens .. " tokens")
-              -- a sentence more, or three entries of a list, would be too much; these
-              -- tokenizers have a token for a letter or two
-              assert.is_true(tokens > length - 128, tokens .. " tokens")
-            end
+        -- a task and a tokenizer meet two of them, together they meet all
+        for _, o in ipairs(support.one_each({ { length = 6000, chat = false },
+            { length = 6000, chat = true }, { length = 9001, chat = false },
+            { length = 9001, chat = true } }, 2 * nth + k, 2)) do
+          local length = o.length
+          for _, example in ipairs(kv.task(name, o):draw(tokenizer(kind), 2, 5)) do
+            local tokens = #example.ids + example.answer_tokens
+            assert.is_true(tokens <= length, tokens .. " tokens")
+            -- a sentence more, or three entries of a list, would be too much; these
+            -- tokenizers have a token for a letter or two
+            assert.is_true(tokens > length - 128, tokens .. " tokens")
           end
         end
       end)
