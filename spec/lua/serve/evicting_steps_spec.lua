@@ -13,7 +13,8 @@ function model.logits(_, states, out) states:matmul_t(head, out) end
 local POLICIES = {
   { "tova", { blocks = 4 } }, { "snapkv", { ratio = 0.3 } }, { "full", {} },
   { "h2o", { ratio = { 0.2, 0.7 } } }, { "streaming", { tokens = 20 } },
-  { "keydiff", { blocks = 3 } }, { "snapkv", { blocks = 4, split = "adaptive" } },
+  { "keydiff", { blocks = 3 } }, { "rkv", { blocks = 4, window = 4, interval = 8 } },
+  { "snapkv", { blocks = 4, split = "adaptive" } },
   { "h2o", { blocks = 4, split = "adaptive" } },
 }
 
@@ -110,7 +111,7 @@ local function run(seed)
     chunk = 8 * random(1, 4), max_seqs = random(2, 5), max_blocks = 26,
     graph = seed % 4 == 0 }
   local self = setmetatable({ random = random, tables = tables, list = {},
-    attentions = {}, policies = tables == "head" and #POLICIES or 6,
+    attentions = {}, policies = tables == "head" and #POLICIES or 7,
     server = kv.serve { engine = e, reserve = random(1, 2) == 1 } }, Script)
   for i = 1, self.policies do self.attentions[i] = e:attention_of(policy(i)) end
   for _ = 1, 120 do
