@@ -207,7 +207,7 @@ end
 local function gauges(self)
   local cache, http, prefix = self.engine.cache, self.http:stats(),
     self.calls.server.scheduler.prefix
-  local drafts = self.calls.server.drafts
+  local drafts, memory = self.calls.server.drafts, cache:stats()
   return {
     { "kvlab_requests_running", "Answers that are being computed", #self.calls.running },
     { "kvlab_requests_waiting", "Answers that wait for room", #self.calls.queue },
@@ -217,6 +217,13 @@ local function gauges(self)
       cache:blocks_free() },
     { "kvlab_cache_blocks_available", "Blocks that are free or that no request uses",
       math.floor(prefix:available() * cache.blocks / cache.pages) },
+    { "kvlab_cache_pages", "Pages of the KV cache: its blocks, or as many by table",
+      cache.pages },
+    { "kvlab_cache_pages_held", "Pages that something is in", memory.pages_held },
+    { "kvlab_cache_pages_peak", "Most pages so far that something was in at once",
+      memory.pages_peak },
+    { "kvlab_cache_pages_evicted_total",
+      "Pages that evictions gave back, less those that they took", memory.pages_evicted },
     { "kvlab_connections", "Connections now", http.connections },
     { "kvlab_connections_total", "Connections so far", http.accepted },
     { "kvlab_connections_refused_total", "Connections that were too many", http.refused },

@@ -196,10 +196,10 @@ MAP.draft = nil -- every token has a step of its own
 function Model:selection_map(prompt, o)
   local own, view = prepare(self, "selection_map", o, MAP), {}
   for name in pairs(VIEW) do view[name], own[name] = own[name], nil end
-  local evictor = self.engine.attention.evictor
-  if evictor then
-    options.fail(("selection_map: policy %s evicts tokens and reads all that it holds, "
-      .. "expected one that selects"):format(evictor.policy.name))
+  if self.engine.attention.evictor then
+    options.fail(("selection_map: policy %s evicts tokens, so what it reads are no "
+      .. "blocks of the text, expected one that evicts none"):format(
+      self.engine.attention.decode_policy.name))
   end
   local ids = type(prompt) == "string" and self.tokenizer:encode(prompt) or prompt
   local watched = record(self.engine.attention)

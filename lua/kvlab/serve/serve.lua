@@ -531,7 +531,8 @@ end
 
 --- What happened so far. Times are in microseconds. hit_rate is a share of the blocks
 -- that could be shared (full blocks of prompts, without the block of the last token).
--- stall_share is stall time as a share of busy and stall time.
+-- stall_share is stall time as a share of busy and stall time. With an engine, memory is
+-- what its cache counts (Cache:stats).
 function Server:stats()
   local s, ttft, sum, met, tpot, outputs = self.scheduler, {}, 0, 0, 0, 0
   for i = 1, self.submitted do
@@ -558,6 +559,7 @@ function Server:stats()
   out.hit_rate = (out.blocks_shared + out.blocks_loaded) / out.blocks_asked
   out.store = self.executor.stats and self.executor:stats() or nil
   out.drafts = draft.summary(self.drafts)
+  out.memory = self.executor.engine and self.executor.memory:stats() or nil
   return out
 end
 

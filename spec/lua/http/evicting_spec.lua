@@ -140,6 +140,20 @@ describe("a server whose policy evicts", function()
       local answer = ask(server, COMPLETE, { prompt = "Hello", max_tokens = 400,
                                              ignore_eos = true }):json()
       assert.equal(400, answer.usage.completion_tokens)
+      local text = client.ask(server, "GET", "/metrics").body
+      local cache, count = server.engine.cache, {}
+      for _, name in ipairs { "pages", "pages_held", "pages_peak",
+                              "pages_evicted_total" } do
+        count[name] = tonumber(text:match("\nkvlab_cache_" .. name .. " (%d+)"))
+      end
+      local most = 3 * cache.pages / cache.blocks -- three blocks of each table
+      assert.same({ pages = cache.pages, pages_held = 0, pages_peak = most,
+                    pages_evicted_total = 0 }, count)
+      text_of(ask(server, COMPLETE, { prompt = ("a"):rep(70), max_tokens = 4 }))
+      local evicted = client.ask(server, "GET", "/metrics").body
+        :match "\nkvlab_cache_pages_evicted_total (%d+)"
+      -- of 5 blocks, 3 stay
+      assert.equal(2 * cache.pages / cache.blocks, tonumber(evicted))
       refused(server, "prompt", "has no room for it and for what policy streaming keeps",
         { prompt = ("a"):rep(120) })
       refused(server, "max_tokens", "the model's context is 512", { prompt = "Hello",

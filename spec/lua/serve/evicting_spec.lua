@@ -151,6 +151,9 @@ describe("a server whose policy evicts", function()
     server:step()
     assert.equal(1, #server.scheduler.running) -- 14 of 21 blocks are reserved
     assert.equal(17 * 4, e.cache:pages_free())
+    local memory = server:stats().memory
+    assert.same({ 4 * 4, 14 * 4, 6 * 4 }, { memory.pages_held, memory.pages_peak,
+                                             memory.pages_evicted })
     server:step()
     assert.equal(2, #server.scheduler.running) -- 14 of the other 17
     server:run()
