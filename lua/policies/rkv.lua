@@ -12,8 +12,8 @@
 --         then every `interval` tokens. The newest `window` tokens and those that came
 --         since then stay
 -- Cost    the weights of one query a step, and every `interval` tokens the products of
---         all held keys with each other: 4 * held^2 bytes a head, a few times, for one
---         sequence at a time
+--         all held keys with each other: 4 * held^2 bytes a head, a few times, for all
+--         heads of a sequence together
 -- Fails   later questions about what was said twice, in other words
 local kv = require "kvlab"
 local e = kv.expr
@@ -47,38 +47,78 @@ local function pooled(self, votes, positions)
   return most
 end
 
---- The worth of what a sequence holds: f32 [heads, columns]. votes: the mean weights.
-local function worth_of(self, ctx, i, votes)
-  local held, length = ctx:held(ctx.layer, i), ctx.sequences[i + 1]:length()
-  local keys = ctx:keys(ctx.layer, i, held)
-  local first = (":, 0:%d"):format(keys:size(1))
-  local past = kv.arange(ctx.device, "i32", keys:size(1)):ge(held)
-    :expand { keys:size(0), keys:size(1) }
-  local positions = ctx:positions():index(i)[first]:expand(past:dims())
-  positions = past:where(math.huge, positions)
-  local worth = pooled(self, past:where(0, votes[first]), positions) * self.mix
+--- Writes the worth of what `count` rows from `first` on hold: heads of one sequence with
+-- equally many tokens. votes: the mean weights, f32 [heads, columns].
+local function put_worth(self, ctx, first, count, votes)
+  local held, keys = ctx:held(ctx.layer, first), {}
+  for i = 1, count do keys[i] = ctx:keys(ctx.layer, first + i - 1, held) end
+  keys = count > 1 and kv.cat(keys) or keys[1]
+  local heads, columns = keys:size(0), keys:size(1)
+  local part = (":, 0:%d"):format(columns)
+  local past = kv.arange(ctx.device, "i32", columns):ge(held):expand { heads, columns }
+  local positions = ctx:positions():narrow(first, count):reshape { count, -1 }
+  positions = past:where(math.huge, positions[part]:expand(past:dims()))
+  local worth = pooled(self, past:where(0, votes[part]), positions) * self.mix
     - redundancy(self, keys, positions, held) * (1 - self.mix)
-  local newest = length - self.window - (ctx.is_prefill and 0 or 1)
-  return positions:ge(newest):where(math.huge, worth)
+  local newest = ctx.sequences[first + 1]:length() - self.window
+    - (ctx.is_prefill and 0 or 1)
+  worth = positions:ge(newest):where(math.huge, worth)
+  for i = 0, count - 1 do
+    self.worth:put(ctx.sequences[first + i + 1], ctx.layer,
+      worth:narrow(i * ctx.kv_heads, ctx.kv_heads))
+  end
 end
 
 --- At the end of a prompt, whose last queries vote.
-local function after_prompt(self, ctx, seq, i)
-  if not (ctx.ends_prompts and ctx.ends_prompts[i + 1]) then return end
-  local queries = self.queries:of(ctx, i)
-  local weights = ctx:attention_weights(queries, ctx.layer, i, ctx:held(ctx.layer, i))
-  local votes = weights:reshape { ctx.kv_heads, -1, queries:size(0), weights:size(2) }
-    :max(1):mean(1)
-  self.worth:put(seq, ctx.layer, worth_of(self, ctx, i, votes))
+local function after_prompt(self, ctx, first, count)
+  local votes = {}
+  for i = 1, count do
+    local row = first + i - 1
+    local queries = self.queries:of(ctx, row)
+    local weights = ctx:attention_weights(queries, ctx.layer, row,
+      ctx:held(ctx.layer, row))
+    votes[i] = weights:reshape { ctx.kv_heads, -1, queries:size(0), weights:size(2) }
+      :max(1):mean(1)
+  end
+  put_worth(self, ctx, first, count, count > 1 and kv.cat(votes) or votes[1])
 end
 
 --- Before a decode step in which a token will make way. Votes began anew at a multiple of
 -- the window.
-local function score_again(self, ctx, i)
-  local seq = ctx.sequences[i + 1]
-  local queries = (seq:length() - 2) % self.window + 1
-  self.worth:put(seq, ctx.layer,
-    worth_of(self, ctx, i, self.votes:load(ctx):index(i) / queries))
+local function score_again(self, ctx, first, count)
+  local queries = (ctx.sequences[first + 1]:length() - 2) % self.window + 1
+  local votes = self.votes:load(ctx):narrow(first, count)
+    :reshape { count * ctx.kv_heads, -1 }
+  put_worth(self, ctx, first, count, votes / queries)
+end
+
+--- Calls fn(self, ctx, first, count) for the rows of the layer that are chosen: together
+-- for those heads of a sequence that hold equally many tokens.
+local function each_run(self, ctx, is_chosen, fn)
+  local function is_next(first, row)
+    local one, other = ctx.sequences[first + 1], ctx.sequences[row + 1]
+    return other and one.head and other.base == one.base and is_chosen(self, ctx, row)
+      and ctx:held(ctx.layer, row) == ctx:held(ctx.layer, first)
+  end
+  local first = 0
+  while first < ctx.seqs do
+    local count = 1
+    if is_chosen(self, ctx, first) then
+      while is_next(first, first + count) do count = count + 1 end
+      kv.scope(fn, self, ctx, first, count)
+    end
+    first = first + count
+  end
+end
+
+local function ends_prompt(_, ctx, i)
+  return ctx.ends_prompts and ctx.ends_prompts[i + 1]
+end
+
+local function is_due(self, seq) return (seq:length() - 1) % self.interval == 0 end
+
+local function makes_way(self, ctx, i)
+  return is_due(self, ctx.sequences[i + 1]) and ctx:makes_way(ctx.layer, i)
 end
 
 return kv.policy.define {
@@ -95,17 +135,16 @@ return kv.policy.define {
     self.votes = kv.tally(shape, nil, 0, "token")
   end,
   step_begin = function(self, ctx)
-    for i, seq in ipairs(ctx.is_prefill and {} or ctx.sequences) do
-      local is_due = (seq:length() - 1) % self.interval == 0
-      for layer = 0, is_due and self.shape.layers - 1 or -1 do
-        ctx:use_layer(layer)
-        if ctx:makes_way(layer, i - 1) then kv.scope(score_again, self, ctx, i - 1) end
-      end
+    local any = false
+    for _, seq in ipairs(ctx.sequences) do any = any or is_due(self, seq) end
+    for layer = 0, any and not ctx.is_prefill and self.shape.layers - 1 or -1 do
+      ctx:use_layer(layer)
+      each_run(self, ctx, makes_way, score_again)
     end
   end,
   attention_finished = function(self, ctx)
     self.queries:keep(ctx)
-    if ctx.is_prefill then return ctx:each_sequence(after_prompt, self) end
+    if ctx.is_prefill then return each_run(self, ctx, ends_prompt, after_prompt) end
     local at = ctx.batch.positions:reshape { ctx.seqs, 1, 1 }
     local goes_on = (at - at / self.window * self.window):gt(0)
     local votes = self.votes:load(ctx)
