@@ -44,7 +44,8 @@ return kv.policy.define {
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, spare = 4, dims = 0.5,
                window = 32, pool = 5 },
   takes = { dims = kv.policy.share, window = kv.policy.count, pool = kv.policy.count,
-            spare = kv.policy.within(1, 1e6) },
+            spare = { "a number >= 1",
+                      function(x) return x >= 1 and x < math.huge end } },
 
   init = function(self, shape)
     local held = kv.policy.part(self, self.spare)
