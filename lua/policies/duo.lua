@@ -48,7 +48,7 @@ return kv.policy.define {
         "ratio is a list or a tensor" or (self.tokens and "tokens" or "blocks")
         .. " is given", self.ratio and "a number" or "ratio, a number"), 0)
     end
-    local heads = shape.kv_heads * shape.cut_heads
+    local heads = shape.kv_heads * (shape.cut_heads or 1)
     local whole = kv.from(shape.device, "f32", { shape.layers, heads },
       retrieving(self, shape.layers, heads))
     kv.policy.hold(self, "streaming", { ratio = whole, sink = self.sink,

@@ -397,7 +397,7 @@ end
 local OF_POLICIES = { "policies/contract", "policies/rows", "lua/memory/offload",
   "models/evicting", "models/failed_steps", "models/replay", "models/random_steps",
   "models/draft_policy", "lua/policy/policy",
-  "lua/observe/probe", "lua/serve/draft", "lua/http/attacks" }
+  "lua/observe/probe", "lua/serve/draft", "lua/serve/evicting", "lua/http/attacks" }
 
 --- Holds a policy's file to what every policy owes.
 local function test_policy()

@@ -19,7 +19,8 @@ local function count(text)
   return all, wrong
 end
 
---- Calls see(plan) with the plan of every kernel that a shipped policy opens.
+--- Calls see(plan) with the plan of every kernel that a shipped policy opens, over the
+-- layers and KV heads of the recall model, whose heads duo knows.
 local function each_plan(see)
   local open, cpu = kernel.open, kv.device "cpu"
   for _, name in ipairs(policy.names()) do
@@ -29,7 +30,7 @@ local function each_plan(see)
       return open(plan, dev)
     end
     local ok, why = pcall(kv.scope, function()
-      policy.attach(p, { device = cpu, layers = 2, blocks = 8, kv_heads = 2, heads = 8,
+      policy.attach(p, { device = cpu, layers = 4, blocks = 8, kv_heads = 2, heads = 8,
         head_dim = 64, block_size = 16, dtype = "bf16", max_blocks = 8, scale = 1 })
       kernel_hook.emitters(p.prefill and p or {}, p)
     end)

@@ -154,7 +154,7 @@ describe("policy options", function()
       { sink = -1 })
     raises("seed is \"x\", expected a number", kv.policy, "random", { seed = "x" })
     raises("both blocks and ratio", kv.policy, "quest", { ratio = 0.1, blocks = 3 })
-    raises('no policy "qest"; did you mean "quest"? There are block_mean, full, gsa',
+    raises('no policy "qest"; did you mean "quest"? There are block_mean, duo, full',
       kv.policy, "qest")
   end)
 end)
