@@ -1,17 +1,20 @@
 -- Which heads need the whole text?
 --
--- The small recall model (lua/models/recall) answers while one KV head of one layer holds
--- the first tokens and the newest ones alone (StreamingLLM), and all other heads hold
--- everything. lost is the share of answers that it loses by that, against dense
--- attention. DuoAttention calls those without which much is lost retrieval heads. The
--- policy duo reads the results of this experiment.
+-- A model is asked for needles while one KV head of one layer holds the first tokens and
+-- the newest ones alone (StreamingLLM), and all other heads hold everything. lost is the
+-- share of answers that it loses by that, against dense attention. DuoAttention calls
+-- heads without which much is lost retrieval heads. The policy duo reads the results of
+-- this experiment. The model is the small recall model (lua/models/recall), or one of
+-- text, whose layers and heads have to be named:
 --
 --   ./kvlab run lua/experiments/24_heads.lua [--device=cuda] [--set context=1024]
 --   ./kvlab run 01_recall --set policy=duo --set budget=0.25,0.5
+--   ./kvlab run lua/experiments/24_heads.lua --device=cuda --set model=smollm2 \
+--     --set prompts=64 --set head=0,1,2 --set layer=$(seq -s, 0 29)
 local exam = require "models.recall.exam"
 local kv = require "kvlab"
-
-local LAYERS, HEADS = 4, 2 -- of the recall model
+local opener = require "models.open"
+local readings = require "models.reading"
 
 local function range(n)
   local list = {}
@@ -19,47 +22,77 @@ local function range(n)
   return list
 end
 
---- The policy under which one head streams.
-local function policy_of(config)
-  local whole = {}
-  for i = 1, LAYERS * HEADS do
-    whole[i] = i - 1 == config.layer * HEADS + config.head and 0 or 1
+--- The policy under which one head streams, in a model of so many layers and KV heads.
+local function policy_of(config, layers, heads)
+  if config.layer >= layers or config.head >= heads then
+    error(("layer is %d and head %d, expected less than %d and %d, those of %s"):format(
+      config.layer, config.head, layers, heads, config.model), 0)
   end
-  return kv.policy("streaming", { ratio = kv.from(kv.device(), "f32", { LAYERS, HEADS },
+  local whole = {}
+  for i = 1, layers * heads do
+    whole[i] = i - 1 == config.layer * heads + config.head and 0 or 1
+  end
+  return kv.policy("streaming", { ratio = kv.from(kv.device(), "f32", { layers, heads },
     whole), sink = config.sink, recent = config.recent })
 end
 
-local function open(o)
-  local sitting = exam.open(o)
-  return { sitting = sitting, dense = (sitting:ask(kv.policy "full")),
+--- The recall model with its contexts. ask(policy) returns the share of right answers.
+local function open_recall(o)
+  local sitting = exam.open { tables = "head", context = o.context, prompts = o.prompts,
+    needles = o.needles, block_size = o.block_size, seed = o.seed }
+  return { engine = sitting.engine, questions = sitting.questions * o.prompts,
+           ask = function(policy) return (sitting:ask(policy)) end,
            close = function() sitting:close() end }
 end
 
+--- A model of text with texts that have a needle each.
+local function open_text(o)
+  local loaded = kv.experiment.memo({ model = o.model, dtype = "bf16", seed = o.seed },
+    opener.for_experiment)
+  local task = kv.task("needle", { length = o.context })
+  local engine = loaded.model:engine { block_size = o.block_size, tables = "head",
+    max_seqs = math.min(o.prompts, 64),
+    blocks = readings.blocks(task, o.prompts, o.block_size, true),
+    max_blocks = math.ceil(task.length / o.block_size) + 2 }
+  local reading = readings.open { engine = engine, tokenizer = loaded.tokenizer,
+    task = task, examples = o.prompts, seed = o.seed }
+  return { engine = engine, questions = o.prompts,
+           ask = function(policy) return reading:ask(policy).score end,
+           close = function() engine.cache:close() end }
+end
+
+local function open(o)
+  local opened = (o.model == "recall" and open_recall or open_text)(o)
+  opened.dense = opened.ask(kv.policy "full")
+  return opened
+end
+
 local function run(config)
-  local o = { tables = "head" }
-  for _, name in ipairs { "context", "prompts", "needles", "block_size", "seed" } do
+  local o = {}
+  for _, name in ipairs { "model", "context", "prompts", "needles", "block_size",
+                          "seed" } do
     o[name] = config[name]
   end
   local opened = kv.experiment.memo(o, open)
-  local accuracy = opened.sitting:ask(policy_of(config))
+  local c = opened.engine.model.config
+  local accuracy = opened.ask(policy_of(config, c.layers, c.kv_heads))
   return { accuracy = accuracy, lost = opened.dense - accuracy,
-           questions = opened.sitting.questions * config.prompts,
-           held_share = opened.sitting:held_share() }
+           questions = opened.questions }
 end
 
 kv.experiment.run {
   name = "24_heads",
   title = "Which heads need the whole text?",
-  grid = { { "layer", range(LAYERS) }, { "head", range(HEADS) } },
-  defaults = { context = 2048, prompts = 8, needles = 32, block_size = 16, sink = 1,
-               recent = 8 },
+  grid = { { "layer", range(4) }, { "head", range(2) } },
+  defaults = { model = "recall", context = 2048, prompts = 8, needles = 32,
+               block_size = 16, sink = 1, recent = 8 },
   quick = { context = 512, prompts = 2 },
-  proportions = { accuracy = "questions", "held_share" },
-  metrics = { "lost", "accuracy", "held_share", "questions" },
+  proportions = { accuracy = "questions" },
+  metrics = { "lost", "accuracy", "questions" },
   run = run,
   table = { { rows = "layer", columns = "head", value = "lost", format = "%.3f" } },
   plot = function(rows)
     return kv.plot.heat_maps(rows, { x = "head", y = "layer", value = "lost",
-      title = "Recall model: answers that are lost if a head streams" })
+      title = "Answers that are lost if a head streams" })
   end,
 }
