@@ -443,14 +443,15 @@ print(at, m.engine.cache:blocks_free())]])
     wait "%[1%]"
     enter(OPEN)
     wait "%[2%]"
-    -- the second answer would never end
+    -- the second answer would never end, once it has written =
     enter("n = 0 m:chat { max_tokens = 2, temperature = 1, on_text = function(_, a) "
-      .. "if #a.ids == 1 then n = n + 1 end while n == 2 do end end }")
+      .. "if #a.ids == 1 then n = n + 1 end if n == 2 then io.write('=') io.flush() end "
+      .. "while n == 2 do end end }")
     wait "\n>"
     enter "Hello"
     wait "Hello\n[^\n]+\n>"
     enter "Hello"
-    wait "Hello\n[^\n]+"
+    wait "Hello\n[^\n]*="
     tmux "send-keys C-c"
     wait "\n>"
     tmux "send-keys -l -- half"
