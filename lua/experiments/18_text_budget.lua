@@ -25,9 +25,10 @@
 -- file for perplexity, or kjv, the King James Bible of Debian's package bible-kjv-text.
 -- format: what K and V are kept in (f32, f16, bf16, f8e4m3 or int8; model: the model's
 -- dtype). split: even, or the name of a split that divides the budget among layers or
--- heads (lua/splits), which is then their mean. Without a model here, a small one with
--- random weights reads made-up sentences (model = sample). It only serves as a test: its
--- answers are never right.
+-- heads (lua/splits), which is then their mean. heads: a folder or a file of results of
+-- 24_heads for this model, which the policy duo needs. Without a model here, a small one
+-- with random weights reads made-up sentences (model = sample). It only serves as a test:
+-- its answers are never right.
 local costs = require "kvlab.experiment.costs"
 local downloads = require "kvlab.downloads"
 local files = require "kvlab.files"
@@ -107,9 +108,13 @@ local function each_of(result)
 end
 
 local function policy_of(config)
-  return kv.policy(config.policy, config.policy ~= "full" and
-    { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0,
-      split = config.split ~= "even" and config.split or nil } or nil)
+  if config.policy == "full" then return kv.policy "full" end
+  if config.policy == "duo" and config.heads == "" then
+    error("policy duo: heads is not set, expected results of 24_heads for the model", 0)
+  end
+  return kv.policy(config.policy, { ratio = config.budget, sink = 1, recent = 2,
+    min_blocks = 0, split = config.split ~= "even" and config.split or nil,
+    heads = config.policy == "duo" and config.heads or nil })
 end
 
 local KEYS = { "model", "dtype", "task", "length", "decode", "examples", "text",
@@ -219,19 +224,25 @@ local function pictures(rows, settings)
   return list
 end
 
+-- All but duo, which needs `heads`.
+local policies = {}
+for _, name in ipairs(kv.policy.names("decode", { "full", "mass_oracle", "oracle" })) do
+  if name ~= "duo" then policies[#policies + 1] = name end
+end
+
 kv.experiment.run {
   name = "18_text_budget",
   title = "Which policies keep what a language model can do with text?",
   grid = {
     { "task", TASKS },
-    { "policy", kv.policy.names("decode", { "full", "mass_oracle", "oracle" }) },
+    { "policy", policies },
     { "budget", { 0.05, 0.1, 0.2 },
       when = function(config) return config.policy ~= "full" end },
   },
   defaults = { model = downloads.find "smollm2" and kv.task.has_kjv() and "smollm2"
                  or "sample", text = "kjv", length = 2048, decode = 64, examples = 8,
                block_size = 16, question = "decode", chat = false, dtype = "bf16",
-               format = "model", split = "even" },
+               format = "model", split = "even", heads = "" },
   quick = { task = { "perplexity", "needle" }, budget = { 0.1 }, length = 512,
             decode = 24, examples = 4 },
   proportions = { score = "zero_one", "attention_mass", "bytes_share", "held_share" },

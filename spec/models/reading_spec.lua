@@ -274,6 +274,24 @@ describe("18_text_budget #release", function()
     end
   end)
 
+  it("gives duo the heads of its model", function()
+    local options = "--set model=sample --set task=perplexity --set policy=duo"
+    assert.matches("policy duo: heads is not set, expected results of 24_heads",
+      (run(options)))
+    local rows = {} -- of the sample's 2 layers of 2 KV heads, of which one holds all
+    for i = 0, 3 do
+      rows[i + 1] = json.encode { config = { layer = math.floor(i / 2), head = i % 2 },
+                                  metrics = { lost = i == 2 and 1 or 0 } }
+    end
+    local heads = temporary.folder()
+    assert.matches("where there are no results", (run(options .. " --set heads=" .. heads)))
+    files.write(heads .. "/results.jsonl", table.concat(rows, "\n") .. "\n")
+    local printed, out = run(options .. " --set heads=" .. heads)
+    assert.matches("status 0\n$", printed)
+    local m = json.decode(files.read(out .. "/results.jsonl"):match "[^\n]+").metrics
+    assert.is_true(m.held_share > 0.25 and m.held_share < 0.35, m.held_share)
+  end)
+
   it("shows an interval over texts in every row of its table", function()
     local printed = run("--set model=sample --set length=200 --set decode=4 "
       .. "--set budget=0.1,0.3 --set task=perplexity")
