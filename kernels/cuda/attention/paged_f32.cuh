@@ -1,6 +1,6 @@
 /* Paged attention for f32 queries (decode and prefill) over a cache of any codec, in fp32 on
- * the FMA units: tf32 would lose 13 bits of q. Lists of packed tokens are here for queries of
- * any dtype (listed_f32.cuh).
+ * the FMA units: tf32 would lose 13 bits of q. Lists that listed_mma.cuh does not take are here
+ * for queries of any dtype (listed_f32.cuh).
  *
  * Up to ROWS query rows that share a KV head are taken together: the heads of a group, and in
  * prefill several tokens. A key's row is spread over LANES = D / 8 lanes with 8 dims each, so
@@ -163,16 +163,17 @@ template <class T, int D, int ROWS> struct f32_state {
     for (int r = 0; r < ROWS; r++) {
       m[r] = -INFINITY;
       l[r] = 0.f;
-      const float *row = nullptr;
-      if (r < rows.count)
-        row = (const float *)a.q + (rows.token(r) * a.heads + rows.head(r)) * head_dim;
+      const bool has = r < rows.count;
+      const int64_t row = has ? (rows.token(r) * a.heads + rows.head(r)) * head_dim : 0;
 #pragma unroll
-      for (int e = 0; e < 8; e++) {
-        out[r][e] = 0.f;
-        if (!row || dim_of(e) >= head_dim) q[r][e] = 0.f;
-        else if constexpr (packs<T>) /* q of any dtype */
-          q[r][e] = load_any(a.q, a.dtype, row - (const float *)a.q + dim_of(e)) * scale;
-        else q[r][e] = row[dim_of(e)] * scale;
+      for (int e = 0; e < 8; e += shape::NUMBERS) {
+        float part[shape::NUMBERS] = {};
+        if (has && dim_of(e) < head_dim) load_any(a.q, a.dtype, row + dim_of(e), part);
+#pragma unroll
+        for (int i = 0; i < shape::NUMBERS; i++) {
+          out[r][e + i] = 0.f;
+          q[r][e + i] = part[i] * scale;
+        }
       }
     }
   }

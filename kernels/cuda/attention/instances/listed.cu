@@ -1,7 +1,7 @@
 /* The kernels for attention over listed tokens: which of them takes a call, and its launch.
  *
  * Kernels   listed_mma.cuh   16-bit q: tensor cores, asynchronous copies
- *           listed_f32.cuh   f32 q, or int8
+ *           listed_f32.cuh   f32 q, int8, or more rows than 32 bits number
  *           listed.cuh       the source of keys, and what joins the parts of a list
  * Bytes     2 max_selected head_dim element per token and KV head, once for all heads of the
  *           group; limit: memory for a few tokens; L2 for those of a prompt, which share keys
