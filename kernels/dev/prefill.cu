@@ -389,9 +389,9 @@ int launch_hooked_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue 
 template <class T, int D, class H = test_hook>
 int launch_hooked(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   if (a.cache.codec == KVL_CODEC_INT8)
-    return launch_hooked_shape<T, wgmma_shape<D, false, int8>, H>(a, q);
+    return launch_hooked_shape<T, wgmma_shape<D, int8>, H>(a, q);
   if (a.cache.codec == KVL_DTYPE_F8E4M3)
-    return launch_hooked_shape<T, wgmma_shape<D, false, f8e4m3>, H>(a, q);
+    return launch_hooked_shape<T, wgmma_shape<D, f8e4m3>, H>(a, q);
   return launch_hooked_shape<T, wgmma_shape<D>, H>(a, q);
 }
 

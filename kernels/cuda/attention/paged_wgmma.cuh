@@ -76,8 +76,9 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
   const score_rule rule;
   wgmma_state<M, shape> x;
   wgmma_work w;
-  uint32_t n = 0, step = 0, q_step = 0; /* the next work; tile; and piece with queries */
-  int left;                             /* tiles of this piece without scores */
+  /* The next piece of work; the present tile, and piece with queries. */
+  uint32_t n = 0, step = BIASED ? ~0u : 0, q_step = step;
+  int left;      /* tiles of this piece without scores */
   int low, high; /* every row of the warp sees all of a tile within them */
   int2 span;     /* the present tile's */
   float sum[2];
@@ -284,11 +285,18 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     }
   }
 
-  /* An iteration gives the tensor cores the scores of a tile and the values of the one before,
-   * also when the tile begins the next piece of work; then the piece before it is written.
-   * After the last piece the scores are those of nothing. */
-  __device__ __forceinline__ void attend() {
-    if (memory.wait_work(0).tokens == 0) return;
+  /* Before the first piece of work: a tile of no weights. */
+  __device__ __forceinline__ void begin_nothing() {
+    left = 0;
+    sum[0] = sum[1] = x.l[0] = x.l[1] = 0.f;
+#pragma unroll
+    for (float &s : x.s) s = 0.f;
+#pragma unroll
+    for (float &out : x.out) out = 0.f;
+  }
+  /* Weighs the first tile of the first piece of work; false if there is no work. */
+  __device__ __forceinline__ bool begin_first() {
+    if (memory.wait_work(0).tokens == 0) return false;
     barrier_wait(memory.q_full(0), 0);
     begin_work();
     barrier_wait(memory.k_full(0), 0);
@@ -298,7 +306,16 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     settle(x.s);
     span = memory.span(0);
     weigh<false>(0);
-    for (;;) {
+    return true;
+  }
+  /* An iteration gives the tensor cores the scores of a tile and the values of the one before,
+   * also when the tile begins the next piece of work; then the piece before it is written.
+   * After the last piece the scores are those of nothing. With a bias, the code that weighs is
+   * long; for there to be one copy of it, the first values are those of nothing, too. */
+  __device__ __forceinline__ void attend() {
+    if (BIASED) begin_nothing();
+    else if (!begin_first()) return;
+    for (bool first = BIASED;; first = false) {
       x.l[0] += sum[0];
       x.l[1] += sum[1];
       x.pack();
@@ -317,7 +334,7 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
       span = memory.span(k);
       products_begin();
       x.scores(memory.q(q_step % QS, consumer), memory.k(k));
-      barrier_wait(memory.v_full(v), v_parity);
+      if (!first) barrier_wait(memory.v_full(v), v_parity);
       products_begin();
       x.values(memory.v(v));
       products_wait<1>();
@@ -329,18 +346,18 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
       if (!BIASED || ends) {
         products_wait<0>();
         settle(x.out);
-        barrier_arrive_warp(memory.v_empty(v), lane);
+        if (!first) barrier_arrive_warp(memory.v_empty(v), lane);
       }
       if (ends) {
-        write_work();
+        if (!first) write_work();
         if (!more) return;
         begin_work();
       }
       if (BIASED || ends) weigh<BIASED>(k);
-      if (BIASED && !ends) {
+      if (BIASED) { /* also where it has waited: ptxas does not see that it has */
         products_wait<0>();
         settle(x.out);
-        barrier_arrive_warp(memory.v_empty(v), lane);
+        if (!ends) barrier_arrive_warp(memory.v_empty(v), lane);
       }
       if (!ends) check_weights();
     }

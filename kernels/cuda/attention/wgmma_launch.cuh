@@ -119,7 +119,7 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
   const int64_t busy = busy_entries(a, plan.tokens_tile);
   const int64_t room = (a.selection ? a.max_selected : a.max_blocks) * a.cache.block_size;
   if (busy * plan.lanes < 2 * sm_count || busy == a.seqs) {
-    plan.side = shape::FEW ? lanes_beside(plan.lanes, sm_count) : 1;
+    plan.side = few_rows(a, shape::ROWS) ? lanes_beside(plan.lanes, sm_count) : 1;
     plan.shares = sm_count / plan.side;
     /* The tiles of one sequence have the same keys: with whole shares for each of them, these
      * keys are read at about the same time. */
@@ -202,15 +202,23 @@ template <class F> auto with_wgmma_dim(int dim, F f) {
   return f(std::integral_constant<int, 256>());
 }
 
+/* Has a call a bias, besides a hook? */
+inline bool wgmma_biased(const kvl_paged_attention_args &a) {
+  return a.alibi || a.soft_cap > 0.f || a.tree;
+}
+
 /* The result of f with the shape for a call that wgmma_takes; C as in wgmma_shape. A hook is
  * compiled for one. */
 template <int D, class C, class F>
 auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
-  const bool few = !hooked && few_rows(a, wgmma_shape<D, true, C>::ROWS);
-  if constexpr (wgmma_shape<D, false, C>::HAS_BY_ROW)
-    if (!hooked && !wgmma_boxes(a.cache))
-      return few ? f(wgmma_shape<D, true, C, true>()) : f(wgmma_shape<D, false, C, true>());
-  return few ? f(wgmma_shape<D, true, C>()) : f(wgmma_shape<D, false, C>());
+  using many = wgmma_shape<D, C>;
+  if constexpr (many::HAS_BY_ROW)
+    if (!hooked && !wgmma_boxes(a.cache)) return f(wgmma_shape<D, C, WGMMA_BY_ROW>());
+  if constexpr (many::HAS_FEW) {
+    using few = wgmma_shape<D, C, WGMMA_FEW>;
+    if (!hooked && !wgmma_biased(a) && few_rows(a, few::ROWS)) return f(few());
+  }
+  return f(many());
 }
 template <int D, class F>
 auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
@@ -232,10 +240,11 @@ inline size_t wgmma_bytes(const kvl_paged_attention_args &a, int device, int sm_
 
 template <class T, class C, int D>
 int launch_wgmma_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  return with_wgmma_shape<D, C>(a, false, [&](auto shape) {
-    if (a.alibi || a.soft_cap > 0.f || a.tree)
-      return launch_shape<T, decltype(shape), true>(a, q);
-    return launch_shape<T, decltype(shape), false>(a, q);
+  return with_wgmma_shape<D, C>(a, false, [&](auto s) {
+    using shape = decltype(s);
+    if constexpr (!shape::FEW)
+      if (wgmma_biased(a)) return launch_shape<T, shape, true>(a, q);
+    return launch_shape<T, shape, false>(a, q);
   });
 }
 

@@ -26,22 +26,28 @@
 
 namespace kvl {
 
-/* FEW: for divided work of at most 128 query rows an item (over 8 bits 64, and one consumer),
- * which waits for memory. Over 16-bit KV no more than 64 to 128 KiB are under way on an SM then:
- * with more, SMs that are near to the memory run ahead, and the others end later.
- * C: what the cache holds; void: q's dtype. Four more warps turn tiles of 8-bit numbers into
- * what is multiplied: f8e4m3 into f16, int8 with its scales into q's dtype.
- * BY_ROW: four more warps copy the rows of blocks that TMA cannot. Where there is no such
- * shape (over 8 bits, at head_dim 256) and with a hook, two of the producers do it. Over int8,
- * where only memory of the host needs it, the shape is for boxes unless there is a hook. */
-template <int D_, bool FEW_ = false, class C_ = void, bool BY_ROW_ = false>
-struct wgmma_shape {
+/* Which work a kernel is for.
+ * MANY    anything else
+ * FEW     divided work of at most 128 query rows an item (over 8 bits 64, and one consumer),
+ *         without a bias, which waits for memory. Over 16-bit KV no more than 64 to 128 KiB are
+ *         under way on an SM then: with more, SMs that are near to the memory run ahead, and the
+ *         others end later
+ * BY_ROW  blocks that TMA cannot copy, by the rows of four more warps. Where there is no such
+ *         kernel (over 8 bits, at head_dim 256) and with a hook, two of the producers do it. Over
+ *         int8, where only memory of the host needs it, MANY is for boxes unless there is a hook */
+enum wgmma_kind { WGMMA_MANY, WGMMA_FEW, WGMMA_BY_ROW };
+
+/* C: what the cache holds; void: q's dtype. Four more warps turn tiles of 8-bit numbers into
+ * what is multiplied: f8e4m3 into f16, int8 with its scales into q's dtype. */
+template <int D_, class C_ = void, wgmma_kind KIND = WGMMA_MANY> struct wgmma_shape {
   using C = C_;
   template <class T> using cache = std::conditional_t<same<C, void>, T, C>; /* q is T */
   static constexpr int D = D_;
   static constexpr bool F8 = same<C, f8e4m3>, PACKED = packs<C>, BYTES = F8 || PACKED;
-  static constexpr bool FEW = FEW_, BY_ROW = BY_ROW_, LESS = FEW && !BYTES;
-  static constexpr bool FOURTH = BYTES || BY_ROW; /* a warpgroup more */
+  static constexpr bool FEW = KIND == WGMMA_FEW, BY_ROW = KIND == WGMMA_BY_ROW;
+  static constexpr bool LESS = FEW && !BYTES;
+  static constexpr bool FOURTH = BYTES || BY_ROW;     /* a warpgroup more */
+  static constexpr bool HAS_FEW = !BYTES || D <= 192; /* else it would be the same */
   static constexpr bool HAS_BY_ROW = !BYTES && D <= 192, BOXES = HAS_BY_ROW || PACKED;
   static_assert(!BY_ROW || HAS_BY_ROW, "no room for the copying warps");
   /* With a fourth warpgroup ptxas has 128 registers, too few for a product of 256 columns.
@@ -58,11 +64,11 @@ struct wgmma_shape {
   static constexpr int OUT_WARP_BYTES = 16 * 128; /* of the rows that a warp writes */
   static constexpr int ROOM = (224 << 10) - 4 * CONSUMERS * OUT_WARP_BYTES -
                               Q_STAGES * ROWS * D * 2;
-  static constexpr int FIT = ROOM / (4 * KEYS * D), FEWER = BY_ROW ? 4 : D < 128 ? 3 : 2;
+  static constexpr int FIT = ROOM / (4 * KEYS * D), FEWER = D < 128 ? 3 : 2;
   static constexpr int STAGES = LESS && FEWER < FIT ? FEWER : FIT;
   static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1 + FOURTH);
   /* Leaves an SM registers for a thread block of wgmma_combine, which starts early then. */
-  static constexpr bool JOIN_BESIDE = LESS && D <= 128 && !BY_ROW;
+  static constexpr bool JOIN_BESIDE = LESS && D <= 128;
   /* Registers of a thread at the start; then of a consumer's, and of any other. */
   static constexpr int REGISTERS = JOIN_BESIDE || THREADS > 384 ? 128
                                    : THREADS > 256              ? 168

@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kvl::MEND_WARPS *kvl::WARP)
 ]]
 -- On Hopper.
 local WGMMA = [[
-using shape = kvl::wgmma_shape<%d, false, %s>;
+using shape = kvl::wgmma_shape<%d, %s>;
 extern "C" __global__ void __launch_bounds__(shape::THREADS, 1)
     wgmma_%s_%d%s(const __grid_constant__ kvl_paged_attention_args a,
                   const __grid_constant__ CUtensorMap map,
