@@ -299,7 +299,7 @@ describe("the front door #slow", function()
 
     it("compiles CUDA kernels when asked, and only then", function()
       if not has_nvcc then return pending "no nvcc" end
-      local kernel = objects("release", "kvlab_cuda", "answer")
+      local kernel = objects("release", "kvlab_cuda", "kernels_cuda_1")
       local function build_cuda() build "--cuda=on --cuda-arch=90a" end
       assert.equal(kernel, changed_by(build_cuda, "*.o"))
       assert.equal("", changed_by(build_cuda, "*"))

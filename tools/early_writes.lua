@@ -14,7 +14,15 @@ local ptx = require "spec.ptx"
 
 local OBJECTS = root .. "/build/obj/release/kvlab_cuda/"
 
---- The PTX of a source for a GPU that starts kernels early.
+--- The object that each small source is in: that of a unit (premake5.lua).
+local unit_of = {}
+for _, unit in ipairs(files.find(root .. "/build/units", ".cu")) do
+  for source in files.read(unit):gmatch '"%.%./%.%./([^"]+)"' do
+    unit_of[root .. "/" .. source] = unit
+  end
+end
+
+--- The PTX of an object for a GPU that starts kernels early.
 local function ptx_of(source)
   local name = OBJECTS .. source:match "([^/]+)%.cu$"
   for _, suffix in ipairs { ".ptx", ".compute_90a.ptx", ".compute_90.ptx" } do
@@ -23,18 +31,21 @@ local function ptx_of(source)
   end
 end
 
-local count, waiting, wrong, never = 0, 0, {}, {}
+local count, waiting, wrong, never, seen = 0, 0, {}, {}, {}
 for _, source in ipairs(files.find(root .. "/kernels/cuda", ".cu")) do
-  local text = ptx_of(source)
+  local object = unit_of[source] or source
+  local text = ptx_of(object)
+  local kernels = text and not seen[object] and ptx.kernels(text) or {}
+  seen[object] = true
   if not text then
     wrong[#wrong + 1] = source .. " has no PTX for sm_90: build --cuda=on --cuda-arch=90a"
   end
-  for _, kernel in ipairs(text and ptx.kernels(text) or {}) do
+  for _, kernel in ipairs(kernels) do
     count, waiting = count + 1, waiting + (kernel.waits and 1 or 0)
     if not kernel.waits then never[ptx.source_name(kernel.name)] = true end
     if kernel.waits and kernel.writes[1] then
       wrong[#wrong + 1] = ("%s of %s writes before it waits, in %d places: %s"):format(
-        kernel.name, source, #kernel.writes, (kernel.writes[1]:gsub("%s+", " ")))
+        kernel.name, object, #kernel.writes, (kernel.writes[1]:gsub("%s+", " ")))
     end
   end
 end

@@ -15,9 +15,10 @@
 namespace kvl {
 namespace {
 
-constexpr int THREADS = 256, EACH = 4, PIECE = THREADS * EACH; /* in 16-byte words */
+constexpr int COPY_THREADS = 256, EACH = 4,
+              PIECE = COPY_THREADS * EACH; /* in 16-byte words */
 
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(COPY_THREADS)
     copy(const __grid_constant__ kvl_copy_blocks_args a, int64_t words, int64_t pieces) {
   int64_t i = blockIdx.x / pieces, at = blockIdx.x % pieces * PIECE + threadIdx.x;
   int64_t from = a.src[i], to = a.dst[i];
@@ -27,10 +28,10 @@ __global__ void __launch_bounds__(THREADS)
   uint4 x[EACH];
 #pragma unroll
   for (int e = 0; e < EACH; e++)
-    if (at + e * THREADS < words) x[e] = src[at + e * THREADS];
+    if (at + e * COPY_THREADS < words) x[e] = src[at + e * COPY_THREADS];
 #pragma unroll
   for (int e = 0; e < EACH; e++)
-    if (at + e * THREADS < words) dst[at + e * THREADS] = x[e];
+    if (at + e * COPY_THREADS < words) dst[at + e * COPY_THREADS] = x[e];
 }
 
 }  // namespace
@@ -44,6 +45,6 @@ KVL_CUDA_KERNEL(copy_blocks) {
   int64_t pieces = (words + PIECE - 1) / PIECE;
   if (a.n * pieces == 0) return KVL_OK;
   if (!aligned16(a.memory)) return kvl__cuda_check(cudaErrorMisalignedAddress);
-  copy<<<(unsigned)(a.n * pieces), THREADS, 0, q->stream>>>(a, words, pieces);
+  copy<<<(unsigned)(a.n * pieces), COPY_THREADS, 0, q->stream>>>(a, words, pieces);
   return kvl__cuda_launched();
 }

@@ -20,13 +20,13 @@
 namespace kvl {
 namespace {
 
-constexpr int THREADS = 256;
+constexpr int MERGE_THREADS = 256;
 
 /* `lanes` (a power of two up to 32) share a row; a lane takes N neighbours at a time. */
 template <class T, int N>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(MERGE_THREADS)
     merge(const __grid_constant__ kvl_merge_attention_args a, int lanes) {
-  const int per_block = THREADS / lanes, lane = threadIdx.x % lanes;
+  const int per_block = MERGE_THREADS / lanes, lane = threadIdx.x % lanes;
   const int64_t stride = (int64_t)gridDim.x * per_block;
   int64_t row = (int64_t)blockIdx.x * per_block + threadIdx.x / lanes;
   let_next_start();
@@ -68,8 +68,8 @@ template <class T, int N>
 int launch(const kvl_merge_attention_args &a, const kvl_cuda_queue *q) {
   int lanes = 1;
   while (lanes < WARP && lanes * N < a.head_dim) lanes *= 2;
-  return launch_programmatic(merge<T, N>, grid(a.rows, THREADS / lanes, q), THREADS, 0, q, a,
-                             lanes);
+  return launch_programmatic(merge<T, N>, grid(a.rows, MERGE_THREADS / lanes, q),
+                             MERGE_THREADS, 0, q, a, lanes);
 }
 
 }  // namespace

@@ -14,7 +14,7 @@
 namespace kvl {
 namespace {
 
-constexpr int THREADS = 256;
+constexpr int READ_THREADS = 256;
 
 /* Piece i of what goes to `out`. */
 template <class From, class To, int N>
@@ -40,12 +40,12 @@ __device__ __forceinline__ void read_piece(const kvl_read_blocks_args &a,
 }
 
 template <class From, class To, int N>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(READ_THREADS)
     read(const __grid_constant__ kvl_read_blocks_args a, int64_t keys, int64_t all) {
   let_next_start();
   wait_for_previous();
-  for (int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x; i < all;
-       i += (int64_t)gridDim.x * THREADS) {
+  for (int64_t i = blockIdx.x * (int64_t)READ_THREADS + threadIdx.x; i < all;
+       i += (int64_t)gridDim.x * READ_THREADS) {
     if (i < keys) read_piece<From, To, N>(a, a.cache.key, (To *)a.k, i);
     else read_piece<From, To, N>(a, a.cache.value, (To *)a.v, i - keys);
   }
@@ -58,8 +58,8 @@ int start(const kvl_read_blocks_args &a, const kvl_cuda_queue *q) {
   const int64_t keys = a.k ? rows * (a.cache.key.dim / N) : 0;
   const int64_t all = keys + (a.v ? rows * (a.cache.value.dim / N) : 0);
   if (all == 0) return KVL_OK;
-  return launch_programmatic(read<From, To, N>, grid(all, THREADS, q), THREADS, 0, q, a, keys,
-                             all);
+  return launch_programmatic(read<From, To, N>, grid(all, READ_THREADS, q), READ_THREADS, 0,
+                             q, a, keys, all);
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 
 namespace {
 
-struct gather_body {
+struct gather_rows_body {
   const char *src;
   const int32_t *index;
   char *out;
@@ -26,6 +26,6 @@ struct gather_body {
 
 KVL_CUDA_KERNEL(gather_rows) {
   const kvl_gather_rows_args *g = (const kvl_gather_rows_args *)args;
-  gather_body f{(const char *)g->src, g->index, (char *)g->out, g->rows, g->bytes_row};
+  gather_rows_body f{(const char *)g->src, g->index, (char *)g->out, g->rows, g->bytes_row};
   return kvl::copy_rows(f, g->n, g->bytes_row, g->src, g->out, (const kvl_cuda_queue *)queue);
 }

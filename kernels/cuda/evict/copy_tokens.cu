@@ -13,20 +13,20 @@
 namespace kvl {
 namespace {
 
-constexpr int THREADS = 256, EACH = 4;
+constexpr int COPY_THREADS = 256, EACH = 4;
 
 template <class U>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(COPY_THREADS)
     copy_units(const __grid_constant__ kvl_copy_tokens_args a,
                const __grid_constant__ token_units l, int64_t count) {
   let_next_start();
   wait_for_previous();
-  const int64_t first = (int64_t)blockIdx.x * THREADS * EACH + threadIdx.x;
+  const int64_t first = (int64_t)blockIdx.x * COPY_THREADS * EACH + threadIdx.x;
   token_unit<U> units[EACH];
   U x[EACH];
 #pragma unroll
   for (int e = 0; e < EACH; e++) {
-    const int64_t i = first + e * THREADS;
+    const int64_t i = first + e * COPY_THREADS;
     const uint32_t token = i < count ? l.each.quotient((uint32_t)i) : 0;
     units[e] = {};
     if (i < count)
@@ -47,9 +47,9 @@ template <class U> int launch(const kvl_copy_tokens_args &a, void *queue) {
   for (int64_t at = 0; at < a.n; at += part.n) { /* 31 bits number units */
     part.n = a.n - at < INT32_MAX / each ? a.n - at : INT32_MAX / each;
     part.from = a.from + at, part.to = a.to + at;
-    const int64_t count = part.n * each, blocks = ceil_div(count, THREADS * EACH);
-    int status = launch_programmatic(copy_units<U>, (unsigned)blocks, THREADS, 0, q, part, l,
-                                     count);
+    const int64_t count = part.n * each, blocks = ceil_div(count, COPY_THREADS * EACH);
+    int status = launch_programmatic(copy_units<U>, (unsigned)blocks, COPY_THREADS, 0, q,
+                                     part, l, count);
     if (status < 0) return status;
   }
   return KVL_OK;

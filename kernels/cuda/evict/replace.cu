@@ -15,7 +15,7 @@
 namespace kvl {
 namespace {
 
-constexpr int THREADS = 512;
+constexpr int REPLACE_THREADS = 512;
 
 __device__ __forceinline__ kvl_worth other(const kvl_worth &w, int lanes) {
   kvl_worth o;
@@ -38,11 +38,11 @@ __device__ __forceinline__ kvl_worth least_of_warp(kvl_worth w) {
 /* The index of the token that is worth least, for all threads of the block. */
 __device__ __forceinline__ int32_t find_least(const kvl_replace_args &a, int64_t row,
                                               int32_t count) {
-  __shared__ kvl_worth found[THREADS / WARP];
+  __shared__ kvl_worth found[REPLACE_THREADS / WARP];
   __shared__ int32_t index;
   kvl_worth least = {3, 0, 0, INT32_MAX};
 #pragma unroll 4
-  for (int32_t i = threadIdx.x; i < count; i += THREADS) {
+  for (int32_t i = threadIdx.x; i < count; i += REPLACE_THREADS) {
     const kvl_worth one = kvl__worth(&a, row, i);
     if (kvl__goes_before(one, least)) least = one;
   }
@@ -51,7 +51,7 @@ __device__ __forceinline__ int32_t find_least(const kvl_replace_args &a, int64_t
   __syncthreads();
   if (threadIdx.x < WARP) {
     least = {3, 0, 0, INT32_MAX};
-    if (threadIdx.x < THREADS / WARP) least = found[threadIdx.x];
+    if (threadIdx.x < REPLACE_THREADS / WARP) least = found[threadIdx.x];
     least = least_of_warp(least);
     if (threadIdx.x == 0) index = least.index;
   }
@@ -61,8 +61,9 @@ __device__ __forceinline__ int32_t find_least(const kvl_replace_args &a, int64_t
 
 /* U: the unit in which a token is saved. */
 template <class U>
-__global__ void __launch_bounds__(THREADS) replace(const __grid_constant__ kvl_replace_args a,
-                                                   const __grid_constant__ token_units l) {
+__global__ void __launch_bounds__(REPLACE_THREADS)
+    replace(const __grid_constant__ kvl_replace_args a,
+            const __grid_constant__ token_units l) {
   let_next_start();
   wait_for_previous();
   const int64_t row = blockIdx.x;
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(THREADS) replace(const __grid_constant__ kvl_r
   if (threadIdx.x == 0) kvl__put_new(&a, row, index);
   if (!a.saved.memory) return;
   const int64_t place = kvl__place(&a, row, index);
-  for (uint32_t i = threadIdx.x; i < l.each.by; i += THREADS) {
+  for (uint32_t i = threadIdx.x; i < l.each.by; i += REPLACE_THREADS) {
     const token_unit<U> unit = find_unit<U>(a.cache, place, a.saved, row, l, i);
     if (unit.from) *unit.to = *unit.from;
   }
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(THREADS) replace(const __grid_constant__ kvl_r
 
 template <class U> int launch(const kvl_replace_args &a, const kvl_cuda_queue *q) {
   const token_units l = a.saved.memory ? units_of<U>(a.cache) : token_units();
-  return launch_programmatic(replace<U>, (unsigned)a.rows, THREADS, 0, q, a, l);
+  return launch_programmatic(replace<U>, (unsigned)a.rows, REPLACE_THREADS, 0, q, a, l);
 }
 
 }  // namespace

@@ -27,7 +27,7 @@
 namespace kvl {
 namespace {
 
-constexpr int THREADS = 192, WARPS = THREADS / WARP, LINK_BLOCKS = 16;
+constexpr int MOVE_THREADS = 192, WARPS = MOVE_THREADS / WARP, LINK_BLOCKS = 16;
 constexpr int EACH = 8, PIECE = EACH * WARP; /* in 16-byte words */
 constexpr int AHEAD = 8;                     /* pieces that a lane looks at together */
 constexpr int PARTS_MOST = 16;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void copy_piece(const piece &p, int lane) {
   }
 }
 
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(MOVE_THREADS)
     move(const __grid_constant__ kvl_move_blocks_args a, const __grid_constant__ layout l) {
   __shared__ piece found[WARPS][WARP];
   __shared__ long long sums[WARP];
@@ -166,5 +166,5 @@ KVL_CUDA_KERNEL(move_blocks) {
   const layout l = layout_of(a);
   unsigned blocks = grid(l.pieces, WARPS, q, 8);
   if ((a.src.pinned || a.dst.pinned) && blocks > LINK_BLOCKS) blocks = LINK_BLOCKS;
-  return launch_programmatic(move, blocks, THREADS, 0, q, a, l);
+  return launch_programmatic(move, blocks, MOVE_THREADS, 0, q, a, l);
 }

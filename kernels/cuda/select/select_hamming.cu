@@ -39,13 +39,14 @@
 namespace kvl {
 namespace {
 
-constexpr int THREADS = NEAREST_THREADS, WARPS = THREADS / WARP, COPIES = NEAREST_COPIES;
+constexpr int SELECT_THREADS = NEAREST_THREADS, WARPS = SELECT_THREADS / WARP,
+              COPIES = NEAREST_COPIES;
 constexpr int RUN = NEAREST_RUN;
 
 /* BATCH: blocks that a lane has in flight; STEP: blocks that are side by side in a tile. */
 template <class FORM> struct tile_of {
   static constexpr int BATCH = FORM::IS_TOKEN ? 1 : 4;
-  static constexpr int STEP = THREADS / FORM::READERS, BLOCKS = BATCH * STEP;
+  static constexpr int STEP = SELECT_THREADS / FORM::READERS, BLOCKS = BATCH * STEP;
 };
 /* The type of a distance. Its greatest number marks a block that cannot be chosen. */
 template <class FORM>
@@ -65,13 +66,13 @@ struct shared_memory {
   uint64_t barrier;
   uint32_t found[WARPS]; /* both_counts of each warp's part */
   union alignas(16) {
-    query_hash<THREADS>::rows x;
+    query_hash<SELECT_THREADS>::rows x;
     int32_t places[WARPS][WARP * RUN]; /* what a warp writes together */
   };
 };
 
 template <class FORM>
-__global__ void __launch_bounds__(THREADS, 1)
+__global__ void __launch_bounds__(SELECT_THREADS, 1)
     select_hamming_kernel(const __grid_constant__ kvl_select_hamming_args a,
                           const __grid_constant__ hamming_shape shape) {
   using tile = tile_of<FORM>;
@@ -110,16 +111,16 @@ __global__ void __launch_bounds__(THREADS, 1)
   hash_batch<FORM, N> batch;
   int block[N], tokens[N] = {};
   look_up(begin, block);
-  query_hash<THREADS> queries(a, seq * a.hashes.kv_heads + head, heads);
+  query_hash<SELECT_THREADS> queries(a, seq * a.hashes.kv_heads + head, heads);
   queries.sum_groups(0, s.x);
   if (!FORM::IS_TOKEN) {
     batch.load(a.hashes, block, tokens, head);
     if (begin + tile::BLOCKS < end) look_up(begin + tile::BLOCKS, block);
   }
 #pragma unroll 1
-  for (int i = threadIdx.x; i < COPIES * size; i += THREADS) mine[i] = 0;
+  for (int i = threadIdx.x; i < COPIES * size; i += SELECT_THREADS) mine[i] = 0;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < shape.q_words; i += THREADS) q[i] = 0;
+  for (int i = threadIdx.x; i < shape.q_words; i += SELECT_THREADS) q[i] = 0;
   if (team > 1) {
     if (threadIdx.x == 0) {
       barrier_init(shared_address(&s.barrier), 1);
@@ -242,7 +243,7 @@ template <class FORM> int launch(const kvl_select_hamming_args &a, const kvl_cud
   int status = allow_shared<kernel>(q, q->shared_optin);
   if (status < 0) return status;
   const int most = (int)std::min<int64_t>(a.max_blocks / 256, TEAM_MOST);
-  shape.team = largest_team<kernel>(groups, std::max(most, 1), THREADS, q);
+  shape.team = largest_team<kernel>(groups, std::max(most, 1), SELECT_THREADS, q);
   shape.stretch = (int)((a.max_blocks + shape.team * RUN - 1) / (shape.team * RUN)) * RUN;
   shape.bins = (a.bits + 2 + 3) / 4 * 4;
   shape.q_words = (is_shared ? a.hashes.kv_heads : FORM::HEADS) * a.hashes.words;
@@ -254,7 +255,8 @@ template <class FORM> int launch(const kvl_select_hamming_args &a, const kvl_cud
   const int fit = (int)((q->shared_optin - shape.bytes_shared) / bytes) - 16;
   shape.window = shape.stretch <= fit ? shape.stretch : fit / BLOCKS * BLOCKS;
   shape.bytes_shared += bytes * (shape.window + 16);
-  return launch_teams(kernel, shape.team, groups, THREADS, shape.bytes_shared, q, a, shape);
+  return launch_teams(kernel, shape.team, groups, SELECT_THREADS, shape.bytes_shared, q, a,
+                      shape);
 }
 
 }  // namespace
