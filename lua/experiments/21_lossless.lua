@@ -15,6 +15,10 @@
 --   of_closed       speedup over closed_form
 --   draft_ms, check_ms, plain_ms  of a drafted token, a check, a step without drafts
 --   same_share      answers that have the very tokens of full attention
+--   bytes_share     bytes that drafts and checks read for an answer, of those that full
+--                   attention reads for one; held_share and moved_share likewise
+--                   (docs/experiments.md). They are counted while nothing is timed, in
+--                   one answer or in four rounds of drafts and checks
 --
 -- model: recall, the small trained model of this project; what ./kvlab get fetched, such
 -- as smollm2; or a shape with random weights, 8b or small. Random weights say nothing
@@ -25,6 +29,7 @@
 --   ./kvlab run lua/experiments/21_lossless.lua --set model=smollm2
 --   ./kvlab run lua/experiments/21_lossless.lua --device=cuda --set model=8b
 --       --set prompts=1x128K,16x32K [--set accept=0.9] [--set cache=f8e4m3]
+local costs = require "kvlab.experiment.costs"
 local kv = require "kvlab"
 local llama = require "models.llama"
 local opener = require "models.open"
@@ -96,12 +101,14 @@ local function load(keys)
 end
 
 --- Answers every prompt; the microseconds of decoding, and what the drafts did.
-local function answer(engine, prompts, config, draft)
+-- seen(r): is called for each request before it is served.
+local function answer(engine, prompts, config, draft, seen)
   local out = { ids = {}, us = 0, tokens = 0 }
   local server = kv.serve { engine = engine, max_seqs = 1 }
   for i, prompt in ipairs(prompts) do
     local r = assert(server:submit { tokens = prompt, max_tokens = config.tokens,
                                      draft = draft })
+    if seen then seen(r) end
     server:run()
     out.us, out.tokens = out.us + r.finish_us - r.first_token_us,
       out.tokens + r:output_length() - 1
@@ -110,6 +117,16 @@ local function answer(engine, prompts, config, draft)
   out.drafts = server:stats().drafts
   server:close()
   return out
+end
+
+--- What an answer costs: the shares of costs.lua.
+local function cost_of_answer(engine, prompt, config, draft)
+  local counted, stop
+  local got = answer(engine, { prompt }, config, draft, function(r)
+    counted, stop = costs.count(r.attention)
+  end)
+  stop()
+  return costs.of_answers(counted, got.tokens)
 end
 
 local function run_answers(config)
@@ -127,6 +144,7 @@ local function run_answers(config)
     plain = plain and plain.us < a.us and plain or a
     drafted = drafted and drafted.us < b.us and drafted or b
   end
+  local shares = cost_of_answer(engine, prompts[1], config, draft)
   engine.cache:close()
   local d, same = drafted.drafts, 0
   for i, ids in ipairs(plain.ids) do
@@ -134,7 +152,7 @@ local function run_answers(config)
   end
   local checks = math.max(1, d.steps)
   local share = d.accepted / math.max(1, d.accepted + d.cut)
-  return with_closed_form({ accepted_share = share,
+  return with_closed_form(costs.add({ accepted_share = share,
     first_share = (d.accepted_at[1] or 0) / math.max(1, d.proposed_at[1] or 0),
     tokens_step = drafted.tokens / checks, same_share = same / #plain.ids,
     tokens_s = 1e6 * drafted.tokens / drafted.us,
@@ -142,12 +160,13 @@ local function run_answers(config)
     speedup = plain.us / plain.tokens / (drafted.us / drafted.tokens),
     draft_ms = 1e-3 * d.draft_us / math.max(1, d.proposed),
     check_ms = 1e-3 * (d.check_us + d.choose_us) / checks,
-    plain_ms = 1e-3 * plain.us / plain.tokens }, share, config.draft)
+    plain_ms = 1e-3 * plain.us / plain.tokens }, shares), share, config.draft)
 end
 
 -- ---- a shape with random weights ------------------------------------------------------
 
 local WARM = 4 -- steps before the clock starts: one makes buffers, one records the graph
+local ROUNDS_COUNTED = 4 -- in which bytes are counted
 
 --- An engine whose sequences have read their prompts.
 local function open_shape(keys)
@@ -187,10 +206,10 @@ local function time_plain(self, steps)
   return 1e3 * (now_s() - start) / steps
 end
 
---- Rounds of a draft and a check. accepted(): how many tokens of a draft are right.
--- Returns the milliseconds of drafts, of checks and of all, and the tokens that were
--- kept.
-local function time_rounds(self, k, steps, accepted)
+--- Rounds of a draft and a check, after `warm` rounds that do not count. accepted(): how
+-- many tokens of a draft are right. Returns the milliseconds of drafts, of checks and of
+-- all, and the tokens that were kept.
+local function time_rounds(self, k, warm, steps, accepted)
   local engine, device, count = self.engine, self.model.device, #self.seqs
   local newest, counts, drafted, tokens, taken = {}, {}, {}, {}, {}
   for i = 1, count do
@@ -201,8 +220,8 @@ local function time_rounds(self, k, steps, accepted)
   local ms = { draft = 0, check = 0, all = 0, tokens = 0, cut = 0 }
   for i = 1, 3 do marks[i] = device:open_event() end
   local start
-  for round = 1, WARM + steps do
-    if round == WARM + 1 then
+  for round = 1, warm + steps do
+    if round == warm + 1 then
       device:sync()
       start = now_s()
     end
@@ -244,8 +263,9 @@ local function run_shape(config)
   local sitting = kv.experiment.memo(keys, open_shape)
   sitting.plain_ms = sitting.plain_ms or time_plain(sitting, config.steps)
   local o = draft_of(config)
-  begin(sitting, sitting.engine:attention_of(kv.policy "full", kv.policy(o.policy,
-    { ratio = o.ratio, sink = 1, recent = 2, min_blocks = 0 }), o.reuse))
+  local attention = sitting.engine:attention_of(kv.policy "full", kv.policy(o.policy,
+    { ratio = o.ratio, sink = 1, recent = 2, min_blocks = 0 }), o.reuse)
+  begin(sitting, attention)
   -- At least n tokens are right with accept^n. The numbers of a golden sequence are
   -- spread so evenly that few drafts already have nearly the mean of many.
   local at = config.seed
@@ -255,15 +275,20 @@ local function run_shape(config)
     if config.accept >= 1 then return k end
     return math.floor(math.min(k, math.log(chance) / math.log(config.accept)))
   end
-  local ms, plain, count = time_rounds(sitting, k, config.steps, accepted),
+  local ms, plain, count = time_rounds(sitting, k, WARM, config.steps, accepted),
     sitting.plain_ms, #sitting.seqs
+  begin(sitting, attention)
+  local counted, stop = costs.count(attention)
+  local shares = costs.of_answers(counted,
+    time_rounds(sitting, k, 0, ROUNDS_COUNTED, accepted).tokens)
+  stop()
   local right = ms.tokens - count * config.steps
   local share = right / (right + ms.cut)
-  return with_closed_form({ accepted_share = share, first_share = config.accept,
+  return with_closed_form(costs.add({ accepted_share = share, first_share = config.accept,
     tokens_step = ms.tokens / count / config.steps, same_share = 0 / 0,
     tokens_s = 1e3 * ms.tokens / ms.all, plain_tokens_s = 1e3 * count / plain,
     speedup = ms.tokens / ms.all / (count / plain), plain_ms = plain,
-    draft_ms = ms.draft / config.steps / k, check_ms = ms.check / config.steps },
+    draft_ms = ms.draft / config.steps / k, check_ms = ms.check / config.steps }, shares),
     share, k)
 end
 
@@ -289,6 +314,8 @@ local function tables(rows)
         .. "check)" or "share of right tokens (tokens a check)")
       add("speedup", "closed_form", "%.2f", "speedup over full attention (closed form)")
       add("draft_ms", "check_ms", "%.3g", "ms of a drafted token (of a check)")
+      add("bytes_share", nil, "%.3f",
+        "bytes read for an answer, of those of full attention")
     end
   end
   return list
@@ -322,10 +349,10 @@ kv.experiment.run {
                most = 8, runs = 2 },
   quick = { policy = { "quest" }, ratio = { 0.1 }, draft = { 3 }, context = 512,
             needles = 8, answers = 1, tokens = 12, runs = 1, steps = 2 },
-  proportions = { "accepted_share", "first_share", "same_share" },
+  proportions = { "accepted_share", "first_share", "same_share", "held_share" },
   metrics = { "speedup", "closed_form", "of_closed", "accepted_share", "first_share",
               "tokens_step", "tokens_s", "plain_tokens_s", "draft_ms", "check_ms",
-              "plain_ms", "same_share" },
+              "plain_ms", "same_share", "bytes_share", "held_share", "moved_share" },
   run = run,
   table = tables,
   plot = pictures,

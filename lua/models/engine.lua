@@ -414,10 +414,13 @@ local function replay_decode(self, count, key, compute)
   return self.logit_views[count]
 end
 
+--- Whether steps are replayed from graphs; an observer would see nothing of them.
+local function replays(self) return self.uses_graphs and not self.attention.probe end
+
 --- The layers and logits of the step that has begun, from a graph if the engine has them.
 local function run_decode(self)
   local count = self.batch.tokens_count
-  if self.uses_graphs then
+  if replays(self) then
     return replay_decode(self, count, graph_key(self), compute_decode)
   end
   return compute_decode(self, count)
@@ -489,7 +492,7 @@ local function run_drafted(self, n, at, choose)
   local compute = choose and compute_drafted or compute_likeliest
   local attention, drafted = self.attention, self.drafted
   local logits
-  if self.uses_graphs and not attention.draft_policy.eager then
+  if replays(self) and not attention.draft_policy.eager then
     local key = ("draft of %d, %s, %s, in %d blocks, %d steps"):format(n,
       choose and "chosen" or "likeliest", attention.reuse_role or "each selects",
       attention.draft_rows.open_limit, drafted.ids:size(0))

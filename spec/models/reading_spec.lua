@@ -284,9 +284,10 @@ describe("18_text_budget #release", function()
                                   metrics = { lost = i == 2 and 1 or 0 } }
     end
     local heads = temporary.folder()
-    assert.matches("where there are no results", (run(options .. " --set heads=" .. heads)))
+    options = options .. " --set heads=" .. heads
+    assert.matches("where there are no results", (run(options)))
     files.write(heads .. "/results.jsonl", table.concat(rows, "\n") .. "\n")
-    local printed, out = run(options .. " --set heads=" .. heads)
+    local printed, out = run(options)
     assert.matches("status 0\n$", printed)
     local m = json.decode(files.read(out .. "/results.jsonl"):match "[^\n]+").metrics
     assert.is_true(m.held_share > 0.25 and m.held_share < 0.35, m.held_share)

@@ -10,6 +10,8 @@
 --
 -- A description of a table or picture names one of them as its x, value, beside or over.
 -- `--over=held_share` puts another one there.
+local reads = require "kvlab.policy.reads"
+
 local M = {}
 
 M.NAMES = { "bytes_share", "held_share", "moved_share" }
@@ -28,6 +30,31 @@ function M.add(metrics, seen, stats)
   for _, name in ipairs(M.NAMES) do metrics[name] = seen[name] end
   for _, name in ipairs(stats and COUNTED or {}) do metrics[name] = stats[name] end
   return metrics
+end
+
+--- Begins to count what the decode steps of an attention read, hold and move, those of
+-- drafts included, without the comparisons of kv.probe. Steps are launched one by one
+-- meanwhile.
+---@param attention kvlab.Attention
+---@return kvlab.Reads counted
+---@return fun() stop
+function M.count(attention)
+  local counted = reads.new(attention.shape, attention.cache)
+  counted.has_drafts = true
+  attention.reads, attention.probe = counted, { observe = function() end }
+  return counted, function() attention.reads, attention.probe = nil, nil end
+end
+
+--- The costs of answers, each a share of what dense attention reads or holds for the same
+-- tokens.
+---@param counted kvlab.Reads  of the decode steps of the answers, and of their drafts
+---@param tokens integer       that these steps added to the answers
+---@return table metrics
+function M.of_answers(counted, tokens)
+  local dense = counted.attended_all / counted.observed * tokens
+  return { bytes_share = (counted.attended + counted.scored) / dense,
+           held_share = counted.held / counted.texts,
+           moved_share = counted.moved / dense }
 end
 
 --- A cost in words, for titles.

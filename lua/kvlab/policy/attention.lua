@@ -281,6 +281,12 @@ local function check_evicted(self, batch)
   end
 end
 
+--- What counts the reads of a step; nil: nothing does.
+local function counter_of(self, is_prefill, is_draft)
+  local reads = not is_prefill and self.reads or nil
+  return reads and (not is_draft or reads.has_drafts) and reads or nil
+end
+
 --- Makes the context that of a step of `batch`; in a decode step of several tokens a
 -- sequence, that of its rows. Dense attention then has a context of its own, in which the
 -- rows of a sequence read all of it together.
@@ -289,7 +295,7 @@ local function begin_context(self, batch, is_prefill, draft, most)
   local is_draft = draft ~= nil
   local p = is_prefill and self.prefill_policy or is_draft and self.draft_policy
     or self.decode_policy
-  local reads = not is_prefill and not is_draft and self.reads or nil
+  local reads = counter_of(self, is_prefill, is_draft)
   ctx.is_rows, ctx.is_draft = false, false -- until the rows are there
   local is_rows = is_draft or not is_prefill and (batch.tokens_count ~= batch.count
     or batch.tree ~= nil)
@@ -346,7 +352,7 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft, most)
     drafts:verify()
   end
   each_policy(self, policy.note_use)
-  if self.probe and self.reads and not is_prefill and not is_draft then
+  if self.probe and counter_of(self, is_prefill, is_draft) then
     self.reads:begin_observed()
   end
   self.cache.tier:begin(batch, is_prefill)

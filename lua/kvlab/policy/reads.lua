@@ -22,6 +22,9 @@
 -- prompt's eviction and the copies that a fork needs are not in it: they come before a
 -- step. What dense attention reads and holds in the same steps, K and V of the whole
 -- texts, is the denominator of all three shares.
+--
+-- Steps of drafts are counted only if has_drafts is set: they add to what a policy reads
+-- for an answer, but not to the steps that dense attention would take for it.
 local M = {}
 
 ---@class kvlab.Reads
@@ -40,6 +43,7 @@ local M = {}
 ---@field moved number       bytes that the observed steps moved
 ---@field crossed number     bytes of the present layer that were read in host memory
 ---@field before table|nil   the cache's stats when the observed step began
+---@field has_drafts boolean  steps of drafts are counted, too
 local Reads = {}
 Reads.__index = Reads
 
@@ -52,7 +56,8 @@ function M.new(shape, cache)
     page = shape.block_size * cache:bytes_token(), held = 0, texts = 0, moved = 0,
     scored = 0, scored_all = 0, steps = 0, attended = 0, attended_all = 0, observed = 0,
     blocks = 0, blocks_all = 0, blocks_layer = 0, rows = 0,
-    crossed = 0, of_layer = 0, has_keys = false, has_values = false, owned = {} }, Reads)
+    crossed = 0, of_layer = 0, has_drafts = false,
+    has_keys = false, has_values = false, owned = {} }, Reads)
 end
 
 --- The blocks of the texts of a step's sequences, over KV heads, which dense attention
