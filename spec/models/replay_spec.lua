@@ -110,4 +110,25 @@ support.each_device(function(dev)
     assert.equal(4 * c.layers * 2 * c.kv_heads * c.head_dim * 4, now - written)
     e.cache:close()
   end)
+
+  it("are launched while a probe looks, on " .. dev:name(), function()
+    local function shares(graph)
+      local s, means = open(model, "quest", "resident", graph), {}
+      local e = s.engine
+      for _ = 1, 3 do e:decode({ s.seqs[1] }, { 1 }) end
+      local probe = kv.probe(e.attention)
+      for step = 1, 6 do
+        e:decode({ s.seqs[1] }, { step })
+        means[step] = probe:metrics().bytes_share
+        probe:reset()
+      end
+      probe:detach()
+      e:decode({ s.seqs[1] }, { 1 })
+      e.cache:close()
+      return means
+    end
+    local seen = shares(true)
+    assert.same(shares(false), seen)
+    assert.is_true(seen[6] > 0 and seen[6] <= 2, seen[6])
+  end)
 end)
