@@ -299,7 +299,7 @@ end
 
 -- ---- the page -------------------------------------------------------------------------
 
-local function tables(rows)
+local function tables(rows, settings)
   local list, is_random = {}, shapes.has(rows[1].config.model)
   for _, prompts in ipairs(kv.table.distinct(rows, "prompts")) do
     for _, policy in ipairs(kv.table.distinct(rows, "policy")) do
@@ -314,8 +314,8 @@ local function tables(rows)
         .. "check)" or "share of right tokens (tokens a check)")
       add("speedup", "closed_form", "%.2f", "speedup over full attention (closed form)")
       add("draft_ms", "check_ms", "%.3g", "ms of a drafted token (of a check)")
-      add("bytes_share", nil, "%.3f",
-        "bytes read for an answer, of those of full attention")
+      add(settings.over, nil, "%.3f",
+        costs.words(settings.over) .. " for an answer, of those of full attention")
     end
   end
   return list
