@@ -79,7 +79,8 @@
   X(ragged_places)     \
   X(strided_copy)      \
   X(cumsum)            \
-  X(logsumexp)
+  X(logsumexp)         \
+  X(draw)
 
 enum kvl_op {
 #define X(op) KVL_OP_##op,

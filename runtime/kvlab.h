@@ -278,6 +278,18 @@ int kvl_softmax(const kvl_tensor *a, double scale, const kvl_tensor *out);
  *  out  i32               [...] */
 int kvl_argmax(const kvl_tensor *a, const kvl_tensor *out);
 int kvl_argmin(const kvl_tensor *a, const kvl_tensor *out);
+/* Draws an index of each row with the chances softmax(scores): the index i with the largest
+ * scores[i] - log(-log(1 - u[i])), where u[i] is number (word + i) of the row's seed, as
+ * kvl_random draws it from (0, 1]. -inf is drawn only where nothing is above it, NaN only where
+ * there is nothing else.
+ *  scores   f32  [rows, n]   1 <= n < 2^31
+ *  numbers  i64  [rows, 2]   seed and word of each row
+ *  out      i32  [rows]
+ * With the same numbers, two distributions whose chances differ by d in all (half the sum of
+ * the differences) draw the same index with probability (1 - d) / (1 + d) or more.
+ * Source: Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030; Daliri et al. 2024,
+ * arXiv:2408.07978. */
+int kvl_draw(const kvl_tensor *scores, const kvl_tensor *numbers, const kvl_tensor *out);
 /* The exact top-k of each row. Values come in descending order (in ascending order for
  * KVL_TOPK_LEAST), equal values by the lower index first, NaN last; k = n sorts the row.
  * `which` is LEAST or LARGEST. Combined with BY_INDEX (bitwise or) it gives the same k in

@@ -93,6 +93,14 @@ struct kvl_argmax_args {
   int32_t dtype, least; /* least: argmin */
 };
 
+struct kvl_draw_args {
+  const float *scores;
+  const int64_t *numbers; /* [rows, 2]: a seed, and the word that index 0 uses */
+  int32_t *out;
+  int64_t rows, n;
+  void *workspace;
+};
+
 /* a [outer, n, inner] -> out of the same shape */
 struct kvl_cumsum_args {
   const void *a;

@@ -152,20 +152,6 @@ end
 
 -- ---- tables and pictures --------------------------------------------------------------
 
---- Rows with the intervals over texts as their own, unless repeats gave them others.
-local function with_intervals(rows)
-  local list = {}
-  for i, row in ipairs(rows) do
-    local m = row.metrics
-    list[i] = { config = row.config, metrics = m, stale = row.stale,
-      low = row.low or { score = m.score_low, gap = m.gap_low, log_p = m.log_p_low,
-                         perplexity = m.perplexity_low },
-      high = row.high or { score = m.score_high, gap = m.gap_high, log_p = m.log_p_high,
-                           perplexity = m.perplexity_high } }
-  end
-  return list
-end
-
 --- The tasks of the rows, those with or without a perplexity.
 local function tasks_of(rows, has_perplexity)
   local list = {}
@@ -177,7 +163,6 @@ end
 
 local function tables(rows, settings)
   local over = settings.over
-  rows = with_intervals(rows)
   local list, by = {}, ""
   if rows[1] and rows[1].config.model == "sample" then by = " by random weights" end
   local function add(task, value)
@@ -201,7 +186,6 @@ end
 
 local function pictures(rows, settings)
   local over = settings.over
-  rows = with_intervals(rows)
   local texts, list = kv.table.where(rows, { task = "perplexity" }), {}
   local function add(of, y, o)
     if #of == 0 then return end

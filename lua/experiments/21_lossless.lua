@@ -6,7 +6,8 @@
 -- be asked is how many tokens of a draft are right, and what a draft and a check cost.
 --
 --   accepted_share  tokens that were right, of those up to the first wrong one of a draft
---   first_share     first tokens of drafts that were right
+--   first_share     first tokens of drafts that were right; both with intervals over
+--                   answers
 --   tokens_step     tokens of an answer for each check; 1 without drafts
 --   speedup         tokens per second, of those of full attention
 --   closed_form     the speedup that the parts alone would give: with a, the
@@ -24,6 +25,7 @@
 -- as smollm2; or a shape with random weights, 8b or small. Random weights say nothing
 -- about what is right, so accept is set by hand then: a drafted token is right with this
 -- probability. A policy "quest reused" makes one selection for all tokens of a draft.
+-- temperature: at which a trained model's tokens are drawn; 0, its likeliest ones.
 --
 --   ./kvlab run lua/experiments/21_lossless.lua                    the recall model
 --   ./kvlab run lua/experiments/21_lossless.lua --set model=smollm2
@@ -45,6 +47,32 @@ local function draft_of(config)
   local name = config.policy:match "^(.*) reused$"
   return { policy = name or config.policy, ratio = config.ratio, sink = 1, recent = 2,
            min_blocks = 0, tokens = config.draft, reuse = name ~= nil }
+end
+
+--- The sum of some numbers over the sum of others, and the limits of its interval over
+-- the pairs.
+local function share_of(some, all)
+  local above, below = 0, 0
+  for i, x in ipairs(some) do above, below = above + x, below + all[i] end
+  if below == 0 then return 0 end
+  local share, near = above / below, {}
+  for i, x in ipairs(some) do
+    near[i] = share + (x - share * all[i]) / (below / #all)
+  end
+  local _, low, high = kv.statistics.interval(near)
+  return share, low and math.max(0, low), high and math.min(1, high)
+end
+
+--- Adds what was accepted of the drafts of each answer.
+local function with_shares(m, each)
+  local right, tried, firsts, drafts = {}, {}, {}, {}
+  for i, d in ipairs(each) do
+    right[i], tried[i] = d.accepted, d.accepted + d.cut
+    firsts[i], drafts[i] = d.accepted_at[1] or 0, d.proposed_at[1] or 0
+  end
+  m.accepted_share, m.accepted_share_low, m.accepted_share_high = share_of(right, tried)
+  m.first_share, m.first_share_low, m.first_share_high = share_of(firsts, drafts)
+  return m
 end
 
 --- Adds what follows from the parts of a row.
@@ -103,16 +131,16 @@ end
 --- Answers every prompt; the microseconds of decoding, and what the drafts did.
 -- seen(r): is called for each request before it is served.
 local function answer(engine, prompts, config, draft, seen)
-  local out = { ids = {}, us = 0, tokens = 0 }
+  local out = { ids = {}, us = 0, tokens = 0, each = {} }
   local server = kv.serve { engine = engine, max_seqs = 1 }
   for i, prompt in ipairs(prompts) do
     local r = assert(server:submit { tokens = prompt, max_tokens = config.tokens,
-                                     draft = draft })
+      draft = draft, temperature = config.temperature, seed = 1000 * config.seed + i })
     if seen then seen(r) end
     server:run()
     out.us, out.tokens = out.us + r.finish_us - r.first_token_us,
       out.tokens + r:output_length() - 1
-    out.ids[i] = table.concat(r:output(), " ")
+    out.ids[i], out.each[i] = table.concat(r:output(), " "), r.draft
   end
   out.drafts = server:stats().drafts
   server:close()
@@ -151,16 +179,15 @@ local function run_answers(config)
     same = same + (ids == drafted.ids[i] and 1 or 0)
   end
   local checks = math.max(1, d.steps)
-  local share = d.accepted / math.max(1, d.accepted + d.cut)
-  return with_closed_form(costs.add({ accepted_share = share,
-    first_share = (d.accepted_at[1] or 0) / math.max(1, d.proposed_at[1] or 0),
+  local m = with_shares({
     tokens_step = drafted.tokens / checks, same_share = same / #plain.ids,
     tokens_s = 1e6 * drafted.tokens / drafted.us,
     plain_tokens_s = 1e6 * plain.tokens / plain.us,
     speedup = plain.us / plain.tokens / (drafted.us / drafted.tokens),
     draft_ms = 1e-3 * d.draft_us / math.max(1, d.proposed),
     check_ms = 1e-3 * (d.check_us + d.choose_us) / checks,
-    plain_ms = 1e-3 * plain.us / plain.tokens }, shares), share, config.draft)
+    plain_ms = 1e-3 * plain.us / plain.tokens }, drafted.each)
+  return with_closed_form(costs.add(m, shares), m.accepted_share, config.draft)
 end
 
 -- ---- a shape with random weights ------------------------------------------------------
@@ -258,6 +285,10 @@ local function run_shape(config)
     error(("accept is %s, expected a number from 0 to 1"):format(
       tostring(config.accept)), 0)
   end
+  if config.temperature ~= 0 then
+    error(("temperature is %s, expected 0 for random weights: accept says what is right")
+      :format(tostring(config.temperature)), 0)
+  end
   local keys, k = { most = config.most }, config.draft
   for _, name in ipairs(KEYS) do keys[name] = config[name] end
   local sitting = kv.experiment.memo(keys, open_shape)
@@ -345,6 +376,7 @@ kv.experiment.run {
   },
   defaults = { model = "recall", dtype = is_cuda and "bf16" or "f32",
                cache = is_cuda and "bf16" or "f32", block_size = 16, accept = 0.9,
+               temperature = 0,
                context = 2048, needles = 32, answers = 4, tokens = 48, steps = 16,
                most = 8, runs = 2 },
   quick = { policy = { "quest" }, ratio = { 0.1 }, draft = { 3 }, context = 512,

@@ -269,6 +269,25 @@ static int argmax(const kvl_tensor *a, int least, const kvl_tensor *out) {
 int kvl_argmax(const kvl_tensor *a, const kvl_tensor *out) { return argmax(a, 0, out); }
 int kvl_argmin(const kvl_tensor *a, const kvl_tensor *out) { return argmax(a, 1, out); }
 
+int kvl_draw(const kvl_tensor *scores, const kvl_tensor *numbers, const kvl_tensor *out) {
+  struct kvl__call c = {.op = "draw"};
+  kvl__arg(&c, "scores", scores, KVL__F32, "rows n");
+  kvl__arg(&c, "numbers", numbers, KVL__I64, "rows 2");
+  kvl__arg(&c, "out", out, KVL__I32, "rows");
+  if (c.status < 0) return c.status;
+  int64_t n = kvl__dim(&c, "n");
+  if (n < 1 || n > INT32_MAX)
+    kvl__call_fail(&c, "scores has rows of %lld, expected 1 ... 2^31 - 1", (long long)n);
+  if (c.status < 0) return c.status;
+  struct kvl_draw_args args = {.scores = scores->ptr,
+                               .numbers = numbers->ptr,
+                               .out = out->ptr,
+                               .rows = scores->shape[0],
+                               .n = n};
+  args.workspace = kvl__call_workspace(&c, KVL_OP_draw, &args);
+  return KVL__LAUNCH(&c, draw, args);
+}
+
 int kvl_topk(const kvl_tensor *a, int which, const kvl_tensor *values,
              const kvl_tensor *indices) {
   struct kvl__call c = {.op = "topk"};

@@ -2,23 +2,18 @@
  * wins (a row of NaN gives 0).
  *   a    f32 f16 bf16 i32  [rows, n]   n >= 1
  *   out  i32               [rows]
- * Reads a once. An element and its index form one 64-bit key, so that a plain maximum finds
- * both. When there are few long rows, they are cut into pieces, whose keys go through the
- * workspace.
+ * Reads a once; see best_index.cuh. When there are few long rows, they are cut into pieces,
+ * whose keys go through the workspace.
  * Limit: memory bandwidth.
  * Measured: 3.0 TB/s for one f32 row of 2^28. H100 80GB HBM3, 2026-11-20. */
 #include "args/elementwise.h"
+#include "cuda/best_index.cuh"
 #include "cuda/convert.cuh"
-#include "cuda/row.cuh"
 
 namespace {
 
+using kvl::index_key, kvl::index_of_key, kvl::larger_key;
 using kvl::team;
-typedef unsigned long long key_t64; /* ordered number, then ~index */
-
-struct larger_key {
-  __device__ key_t64 operator()(key_t64 a, key_t64 b) const { return a > b ? a : b; }
-};
 
 /* Larger for what wins. */
 template <class T> __device__ __forceinline__ uint32_t order_of(T x, bool least) {
@@ -31,50 +26,39 @@ template <class T> __device__ __forceinline__ uint32_t order_of(T x, bool least)
 }
 
 template <int N, class T>
-__device__ __forceinline__ key_t64 best_of(const T *a, bool least, int64_t begin, int64_t end,
-                                           int rank, int threads) {
-  key_t64 best = 0;
+__device__ __forceinline__ index_key best_of(const T *a, bool least, int64_t begin,
+                                             int64_t end, int rank, int threads) {
+  index_key best = 0;
   kvl::walk<N>(begin, end, rank, threads, [&](auto w, int64_t i) {
     const kvl::pack<T, w.value> x = kvl::load_pack<w.value>(a + i);
 #pragma unroll
     for (int j = 0; j < w.value; j++) {
-      key_t64 key = (key_t64)order_of(x.at[j], least) << 32 | (uint32_t) ~(uint32_t)(i + j);
+      const index_key key = kvl::index_key_of(order_of(x.at[j], least), i + j);
       best = larger_key()(best, key);
     }
   });
   return best;
 }
 
-__device__ __forceinline__ int32_t index_of(key_t64 key) { return (int32_t) ~(uint32_t)key; }
-
 template <int N, int THREADS, class T>
 __global__ void __launch_bounds__(kvl::ROW_THREADS)
     rows_kernel(const T *a, bool least, int32_t *out, int64_t rows, int64_t n) {
   using own = team<THREADS>;
   for (int64_t row = own::first_row(); row < rows; row += own::row_step()) {
-    key_t64 best = best_of<N>(a + row * n, least, 0, n, own::rank(), THREADS);
-    best = own::reduce(best, larger_key(), key_t64(0));
-    if (own::rank() == 0) out[row] = index_of(best);
+    index_key best = best_of<N>(a + row * n, least, 0, n, own::rank(), THREADS);
+    best = own::reduce(best, larger_key(), index_key(0));
+    if (own::rank() == 0) out[row] = index_of_key(best);
   }
 }
 
 /* Grid: pieces, rows. */
 template <int N, class T>
 __global__ void __launch_bounds__(kvl::ROW_THREADS)
-    pieces_kernel(const T *a, bool least, key_t64 *part, int64_t n, int64_t length) {
+    pieces_kernel(const T *a, bool least, index_key *part, int64_t n, int64_t length) {
   int64_t row = blockIdx.y, begin = blockIdx.x * length, end = min(begin + length, n);
-  key_t64 best = best_of<N>(a + row * n, least, begin, end, threadIdx.x, kvl::ROW_THREADS);
-  best = team<kvl::ROW_THREADS>::reduce(best, larger_key(), key_t64(0));
+  index_key best = best_of<N>(a + row * n, least, begin, end, threadIdx.x, kvl::ROW_THREADS);
+  best = team<kvl::ROW_THREADS>::reduce(best, larger_key(), index_key(0));
   if (threadIdx.x == 0) part[row * gridDim.x + blockIdx.x] = best;
-}
-
-__global__ void __launch_bounds__(kvl::ROW_THREADS)
-    join_kernel(const key_t64 *part, int32_t *out, int pieces) {
-  key_t64 best = 0;
-  for (int p = threadIdx.x; p < pieces; p += kvl::ROW_THREADS)
-    best = larger_key()(best, part[(int64_t)blockIdx.x * pieces + p]);
-  best = team<kvl::ROW_THREADS>::reduce(best, larger_key(), key_t64(0));
-  if (threadIdx.x == 0) out[blockIdx.x] = index_of(best);
 }
 
 template <int N, class T> void launch(const kvl_argmax_args *g, const kvl_cuda_queue *q) {
@@ -83,11 +67,11 @@ template <int N, class T> void launch(const kvl_argmax_args *g, const kvl_cuda_q
   kvl::split cut = kvl::split_rows(g->rows, g->n, q->sm_count);
   if (cut.count > 1) {
     dim3 blocks((unsigned)cut.count, (unsigned)g->rows);
-    key_t64 *part = (key_t64 *)g->workspace;
+    index_key *part = (index_key *)g->workspace;
     pieces_kernel<N>
         <<<blocks, kvl::ROW_THREADS, 0, q->stream>>>(a, least, part, g->n, cut.length);
-    join_kernel<<<(unsigned)g->rows, kvl::ROW_THREADS, 0, q->stream>>>(part, g->out,
-                                                                       (int)cut.count);
+    kvl::join_keys<<<(unsigned)g->rows, kvl::ROW_THREADS, 0, q->stream>>>(
+        part, g->out, g->rows, (int)cut.count);
   } else if (g->n <= kvl::ROW_SHORT) {
     rows_kernel<N, kvl::WARP>
         <<<kvl::team_grid<kvl::WARP>(g->rows, q), kvl::ROW_THREADS, 0, q->stream>>>(
@@ -109,7 +93,7 @@ template <class T> void argmax(const kvl_argmax_args *g, const kvl_cuda_queue *q
 KVL_CUDA_WORKSPACE(argmax) {
   const kvl_argmax_args *g = (const kvl_argmax_args *)args;
   return kvl::bytes_of_pieces(kvl::split_rows(g->rows, g->n, sm_count), g->rows,
-                              sizeof(key_t64));
+                              sizeof(index_key));
 }
 
 KVL_CUDA_KERNEL(argmax) {

@@ -22,7 +22,7 @@ struct claim_body {
   }
 };
 
-struct scatter_body {
+struct scatter_rows_body {
   const char *src;
   const int32_t *index;
   const uint32_t *last;
@@ -54,6 +54,7 @@ KVL_CUDA_KERNEL(scatter_rows) {
   if (status == KVL_OK)
     status = kvl::each<1>(claim_body{g->index, last, g->rows}, g->n, false, queue);
   if (status < 0) return status;
-  scatter_body f{(const char *)g->src, g->index, last, (char *)g->out, g->rows, g->bytes_row};
+  scatter_rows_body f{(const char *)g->src, g->index, last,
+                      (char *)g->out,       g->rows,  g->bytes_row};
   return kvl::copy_rows(f, g->n, g->bytes_row, g->src, g->out, q);
 }

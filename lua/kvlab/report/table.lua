@@ -194,10 +194,13 @@ function M.note_of(row)
   return row.metrics.note
 end
 
---- The interval of a row's metric: both ends, or nothing.
+--- The interval of a row's metric: both ends, or nothing. Repeats give it; without them,
+-- an experiment gives that of score as its metrics score_low and score_high.
 ---@return number|nil low, number|nil high
 function M.interval_of(row, name)
-  local low, high = row.low and row.low[name], row.high and row.high[name]
+  local m = row.metrics
+  local low, high = m[name .. "_low"], m[name .. "_high"]
+  if row.low then low, high = row.low[name], row.high and row.high[name] end
   if number.is_finite(low) and number.is_finite(high) then return low, high end
 end
 

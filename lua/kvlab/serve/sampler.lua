@@ -9,11 +9,12 @@
 -- Logits that hold NaN or inf give no token, and neither do logits that are all -inf: the
 -- row's problem is returned in place of a token, and the other rows get theirs.
 --
--- A token is drawn by one uniform number: the n-th token of a request takes number n of
--- its seed. So a request draws the same whatever else is in the batch, after it was
--- preempted, and when a step is tried again; and with drafts as without them. A policy
--- that drafts the token draws with the same number from its own distribution (`guess`):
--- the closer that is to the model's, the more often the two draw the same token.
+-- A token is drawn by a race of all tokens (tensor:draw): token i of the vocabulary, as
+-- the n-th token of a request, takes number n * vocab + i of the request's seed. So a
+-- request draws the same whatever else is in the batch, after it was preempted, and when
+-- a step is tried again; and with drafts as without them. A policy that drafts the token
+-- draws with the same numbers from its own distribution (`guess`): the closer that is to
+-- the model's, the more often the two draw the same token.
 local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.arithmetic"
 
@@ -29,7 +30,6 @@ M.KNOWN = {
   min_p = options.share, repetition_penalty = options.positive, seed = options.any_whole,
   logprobs = options.within(0, 1000),
 }
-local DRAWS = 64 -- uniform numbers that are made at a time
 local HEAD = 512 -- how many of the best tokens top_p looks at first
 local HALVINGS = 40 -- of an interval of scores: the last one lies between two of f32
 local SMALLEST, LARGEST = 2 ^ -126, (2 - 2 ^ -23) * 2 ^ 127 -- of f32
@@ -55,7 +55,6 @@ function M.take(o)
     temperature = o.temperature or 0, top_k = o.top_k or 0, top_p = o.top_p or 1,
     min_p = o.min_p or 0, repetition_penalty = o.repetition_penalty or 1,
     seed = o.seed or 0, logprobs = o.logprobs,
-    draws = {}, draws_at = -1,             -- numbers of this block of DRAWS
     seen = {}, seen_ids = {}, seen_to = 0, -- tokens of prompt and output, each once
   }
 end
@@ -63,18 +62,6 @@ end
 local GREEDY = M.take { temperature = 0 }
 
 -- ---- what the host knows --------------------------------------------------------------
-
---- The uniform number in (0, 1] for a request's next token.
-local function draw(r, c)
-  local n = r:output_length()
-  local at = math.floor(n / DRAWS)
-  if c.draws_at ~= at then
-    c.draws = tensor.rand("cpu", "f32", { DRAWS }, { seed = c.seed, offset = at * DRAWS })
-      :list()
-    c.draws_at = at
-  end
-  return c.draws[n % DRAWS + 1]
-end
 
 --- The different tokens of a request so far.
 local function seen_so_far(r, c)
@@ -125,16 +112,18 @@ end
 local function in_f32(x) return math.max(SMALLEST, math.min(x, LARGEST)) end
 
 --- Which options any of the choices uses, and a column of numbers for each parameter.
-local function plan(list)
+local function plan(list, vocab)
   local p = { rows = #list, top_k = 0, logprobs = -1, choices = {}, temperature = {},
               top_p_of = 0, -- how many tokens top_p chooses among, at most
-              top_p = {}, low = {}, penalty = {}, u = {}, last = {} }
+              top_p = {}, low = {}, penalty = {}, last = {},
+              numbers = {} } -- of each row: its seed, and its first number
   for i, r in ipairs(list) do
     local c = r.choice or GREEDY
     local is_drawn = c.temperature > 0
     p.choices[i] = c
     p.temperature[i] = is_drawn and in_f32(c.temperature) or 1
-    p.u[i] = is_drawn and draw(r, c) or 1
+    p.numbers[2 * i - 1] = c.seed
+    p.numbers[2 * i] = is_drawn and r:output_length() * vocab or 0
     p.low[i] = is_drawn and math.log(c.min_p) or -math.huge
     p.top_p[i] = is_drawn and c.top_p < 1 and in_f32(c.top_p) or 2
     p.last[i] = is_drawn and c.top_k - 1 or -1
@@ -258,11 +247,8 @@ local function filter(scores, p)
   return scores
 end
 
---- The first token at which the sum of the chances reaches u times their whole sum.
 local function pick(scores, p)
-  local sums = scores:softmax():cumsum()
-  local wanted = sums:narrow(scores:size(1) - 1, 1, 1):mul(column(scores, p.u))
-  return sums:ge(wanted):cast("i32"):argmax()
+  return scores:draw(tensor.from(scores.device, "i64", { p.rows, 2 }, p.numbers))
 end
 
 --- What is wrong with logits of this log-sum-exp; nil if nothing is.
@@ -325,7 +311,7 @@ local function read(logits, ids)
 end
 
 local function choose(logits, list)
-  local p = plan(list)
+  local p = plan(list, logits:size(1))
   local scores, ids = logits, nil
   if p.is_drawn or p.is_penalised then scores = logits:clone() end
   if p.is_penalised then penalise(scores, list, p) end
@@ -385,7 +371,7 @@ function M.choose(logits, list)
 end
 
 local function guess(logits, list, ids)
-  local p = plan(list)
+  local p = plan(list, logits:size(1))
   p.is_guess = true
   if p.has_greedy then logits:argmax(ids) end
   if not p.is_drawn then return end
@@ -432,7 +418,7 @@ end
 ---@param list kvlab.Request[]
 ---@return kvlab.Tensor
 function M.chances(logits, list)
-  local p = plan(list)
+  local p = plan(list, logits:size(1))
   local scores = logits:clone()
   if p.is_penalised then penalise(scores, list, p) end
   return filter(scores, p):softmax()

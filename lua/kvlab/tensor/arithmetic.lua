@@ -222,6 +222,25 @@ for _, name in ipairs { "argmax", "argmin" } do
   end
 end
 
+--- Draws an index of each row of scores, with the chances softmax(t): f32 [rows, n]. It
+-- is where t[i] - log(-log(1 - u[i])) is largest, and u are the numbers that
+-- tensor.rand makes of the row's seed from its offset on. With the same numbers,
+-- distributions that are alike mostly draw the same index: if their chances differ by d
+-- (half the sum of the differences), in (1 - d) / (1 + d) of the draws or more. -inf is
+-- drawn only where nothing is above it, and NaN only where there is nothing else.
+-- Source: Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030; Daliri et al. 2024,
+-- arXiv:2408.07978.
+---@param numbers kvlab.Tensor  i64 [rows, 2]: seed and offset of each row
+---@param out? kvlab.Tensor     i32 [rows]
+---@return kvlab.Tensor         i32 [rows]
+function methods.draw(t, numbers, out)
+  expect_tensor("draw", "numbers", numbers)
+  if out ~= nil then expect_tensor("draw", "out", out) end
+  out = out or reshaped_like(t, { t:size(0) }, "i32")
+  check(C.kvl_draw(t, numbers, out))
+  return out
+end
+
 -- A dtype that top-k sorts as another one, which holds its numbers exactly.
 local sorted_as = { f16 = "f32", bf16 = "f32", f8e4m3 = "f32", u8 = "i32" }
 

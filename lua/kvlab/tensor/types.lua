@@ -84,6 +84,7 @@
 ---@field softmax fun(t, scale?: number, out?: kvlab.Tensor): kvlab.Tensor
 ---@field argmax kvlab.Unary
 ---@field argmin kvlab.Unary
+---@field draw fun(t, numbers: kvlab.Tensor, out?: kvlab.Tensor): kvlab.Tensor
 ---@field topk fun(t, k: integer, smallest?: boolean, by_index?: boolean): kvlab.Tensor, kvlab.Tensor
 ---@field sort fun(t, descending?: boolean): kvlab.Tensor, kvlab.Tensor
 ---@field matmul kvlab.Product

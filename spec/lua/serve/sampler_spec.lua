@@ -314,15 +314,5 @@ support.each_device(function(dev)
       collectgarbage "restart"
       assert.equal(before, dev:stats().allocations)
     end)
-
-    it("are drawn with the first and the last number that a draw can give", function()
-      local list = { request { temperature = 1 }, request { temperature = 1 } }
-      for i, u in ipairs { 2 ^ -33, 1 } do
-        for n = 1, 64 do list[i].choice.draws[n] = u end
-        list[i].choice.draws_at = 0
-      end
-      local x = { -math.huge, 1, 2, -math.huge, 0, -math.huge }
-      assert.same({ 1, 4 }, (sampler.choose(kv.from(dev, "f32", { x, x }), list)))
-    end)
   end)
 end)
