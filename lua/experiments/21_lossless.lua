@@ -281,14 +281,6 @@ end
 local KEYS = { "model", "dtype", "cache", "prompts", "block_size", "steps", "seed" }
 
 local function run_shape(config)
-  if not (config.accept >= 0 and config.accept <= 1) then
-    error(("accept is %s, expected a number from 0 to 1"):format(
-      tostring(config.accept)), 0)
-  end
-  if config.temperature ~= 0 then
-    error(("temperature is %s, expected 0 for random weights: accept says what is right")
-      :format(tostring(config.temperature)), 0)
-  end
   local keys, k = { most = config.most }, config.draft
   for _, name in ipairs(KEYS) do keys[name] = config[name] end
   local sitting = kv.experiment.memo(keys, open_shape)
@@ -321,6 +313,18 @@ local function run_shape(config)
     speedup = ms.tokens / ms.all / (count / plain), plain_ms = plain,
     draft_ms = ms.draft / config.steps / k, check_ms = ms.check / config.steps }, shares),
     share, k)
+end
+
+local function check(config)
+  if not shapes.has(config.model) then return end
+  if not (config.accept >= 0 and config.accept <= 1) then
+    error(("accept is %s, expected a number from 0 to 1"):format(
+      tostring(config.accept)), 0)
+  end
+  if config.temperature ~= 0 then
+    error(("temperature is %s, expected 0 for random weights: accept says what is right")
+      :format(tostring(config.temperature)), 0)
+  end
 end
 
 local function run(config)
@@ -385,6 +389,7 @@ kv.experiment.run {
   metrics = { "speedup", "closed_form", "of_closed", "accepted_share", "first_share",
               "tokens_step", "tokens_s", "plain_tokens_s", "draft_ms", "check_ms",
               "plain_ms", "same_share", "bytes_share", "held_share", "moved_share" },
+  check = check,
   run = run,
   table = tables,
   plot = pictures,
