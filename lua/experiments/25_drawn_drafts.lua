@@ -67,8 +67,9 @@ local function open(o)
     opener.for_experiment)
   local text = o.model == "sample" and o.text == "kjv" and made_up() or o.text
   local task = kv.task("perplexity", { length = o.length, decode = o.steps, text = text })
+  local own = math.ceil(o.length / o.block_size) + math.ceil(o.steps / o.block_size) + 4
   local engine = loaded.model:engine { block_size = o.block_size, max_seqs = o.examples,
-    blocks = 2 * o.examples * (math.ceil((o.length + o.steps) / o.block_size) + 2) }
+    blocks = o.examples * own } -- forks share the blocks of a text
   local self = { engine = engine, steps = o.steps, seqs = {}, full = {},
                  examples = task:draw(loaded.tokenizer, o.examples, o.seed),
                  close = function() engine.cache:close() end }
