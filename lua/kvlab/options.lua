@@ -141,6 +141,10 @@ function M.shown(value)
   if kind == "number" or kind == "boolean" or kind == "nil" then
     return tostring(value)
   end
+  local is_tensor, dtype, dims = pcall(function() return value:type(), value:dims() end)
+  if kind == "cdata" and is_tensor then
+    return ("%s [%s]"):format(dtype, table.concat(dims, ", "))
+  end
   return "a " .. kind
 end
 

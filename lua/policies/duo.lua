@@ -13,14 +13,17 @@ local kv = require "kvlab"
 --- 1 for heads that hold everything, else 0: [layers * kv_heads].
 local function retrieving(self, layers, heads)
   local list, is_whole = {}, {}
+  local function below(x, count)
+    return type(x) == "number" and x % 1 == 0 and x >= 0 and x < count
+  end
   for i, row in ipairs(kv.experiment.rows(self.heads)) do
-    list[i] = { layer = row.config.layer or layers, head = row.config.head or heads,
-                lost = row.metrics.lost or 0 }
-    if list[i].layer >= layers or list[i].head >= heads then
-      error(("policy duo: row %d of %s is of layer %s, head %s, expected %d layers of %d "
-        .. "KV heads"):format(i, self.heads, row.config.layer, row.config.head, layers,
-        heads), 0)
+    local layer, head, lost = row.config.layer, row.config.head, row.metrics.lost
+    if not below(layer, layers) or not below(head, heads) or type(lost) ~= "number" then
+      error(("policy duo: row %d of %s is of layer %s, head %s, and lost is %s, expected "
+        .. "%d layers of %d KV heads, and a number"):format(i, self.heads,
+        tostring(layer), tostring(head), tostring(lost), layers, heads), 0)
     end
+    list[i] = { layer = layer, head = head, lost = lost }
   end
   for i = 1, layers * heads do is_whole[i] = 0 end
   if #list == 0 then

@@ -408,4 +408,58 @@ describe("eviction", function()
     assert.same({ 0, 1, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29 }, list)
     e.cache:close()
   end)
+
+  --- What each head of layer 0 holds after a prompt of 40 tokens, by the worth of its
+  -- tokens: worth(positions [seqs, heads, n], ctx).
+  local function held_by(options, worth)
+    local make = kv.policy.define { name = "mine", decode = true, own_bytes = 0,
+      defaults = { sink = 1, recent = 1 },
+      evict = function(_, ctx) return worth(ctx:positions(), ctx) end }
+    local e = open(cpu, { policy = make(options) })
+    local seq = e:sequence()
+    e:prefill(seq, tokens(40))
+    local positions, lists = e.attention.evictor.positions, {}
+    for head = 1, e.model.config.kv_heads do
+      local view = seq:heads()[head]
+      local row = positions.layers[0]:reshape { positions.row_count,
+        positions.row_cells }:index(view.state[positions]):list()
+      lists[head] = { unpack(row, 1, seq:held(0, head - 1)) }
+      table.sort(lists[head])
+    end
+    e.cache:close()
+    return lists
+  end
+
+  it("keeps sink and recent whatever is worth inf", function()
+    for _, list in ipairs(held_by({ blocks = 4 }, function(positions)
+      return positions:mul(0):add(math.huge)
+    end)) do
+      assert.same({ 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 36, 37, 38, 39 }, list)
+    end
+  end)
+
+  it("gives each head the floor of its share", function()
+    local function counts(floor)
+      local lists = held_by({ blocks = 5, sink = 0, recent = 0, min_blocks = 0,
+        split = kv.split("adaptive", { floor = floor }) }, function(positions, ctx)
+        local rows = kv.arange(ctx.device, "f32", ctx.seqs):reshape { ctx.seqs, 1, 1 }
+        return positions:add(rows * 1e6) -- the last head has the best tokens
+      end)
+      return { #lists[1], #lists[2] }
+    end
+    assert.same({ 20, 20 }, counts(1))
+    assert.same({ 10, 30 }, counts(0.5))
+    assert.same({ 4, 36 }, counts(0.2))
+  end)
+
+  it("needs a prompt before it decodes", function()
+    local e = open(cpu, { policy = "tova", options = { blocks = 3 } })
+    local seq = e:sequence()
+    support.raises("begin: sequence 1 begins with a decode step, expected a prompt",
+      e.decode, e, { seq }, { 1 })
+    assert.equal(0, seq:length())
+    e:prefill(seq, tokens(5))
+    e:decode({ seq }, { 1 })
+    e.cache:close()
+  end)
 end)

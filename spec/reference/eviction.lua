@@ -149,7 +149,8 @@ local function ranked(self, layer, head)
   local list, order = worths(self, layer, head), {}
   for i, token in ipairs(self.held[layer][head]) do
     order[i] = i
-    if stays(self.o, token, self.length - 1) then list[i] = math.huge end
+    list[i] = stays(self.o, token, self.length - 1) and math.huge
+      or math.min(list[i], 3e38)
   end
   table.sort(order, function(a, b)
     if list[a] ~= list[b] then return list[a] > list[b] end

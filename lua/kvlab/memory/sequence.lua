@@ -56,12 +56,16 @@ local function cut_of(self, layer, head)
     if type(value) == "number" and value % 1 == 0 and value >= 0 and value < count then
       return value
     end
-    options.fail(("%s is %s, expected 0 ... %d: the cache has tables by %s"):format(name,
+    options.fail(("%s is %s, expected 0 ... %d: the cache has tables = %q"):format(name,
       options.shown(value), count - 1, cache.tables))
   end
-  if cache.tables == "one" then return 0 end
-  return within("layer", layer, cache.cut_layers) * cache.cut_heads
-    + (cache.tables == "head" and within("head", head, cache.cut_heads) or 0)
+  -- what the tables are not cut by may be left out
+  local cut = (layer ~= nil or cache.cut_layers > 1)
+    and within("layer", layer, cache.layers) or 0
+  local of_head = (head ~= nil or cache.cut_heads > 1)
+    and within("head", head, cache.kv_heads) or 0
+  return (cache.cut_layers > 1 and cut or 0) * cache.cut_heads
+    + (cache.cut_heads > 1 and of_head or 0)
 end
 
 --- The physical blocks in logical order, of a layer and KV head where the cache has

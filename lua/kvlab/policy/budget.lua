@@ -164,12 +164,34 @@ local function check_least(what, key, rows, o)
   end
 end
 
+--- What a split gives layers; raises unless it is a list of `count` numbers
+-- from 0 to `most` whose mean is `mean`.
+local function shares_of(what, split, mean, most, count)
+  local list = split:layers(mean, most, count)
+  local function refuse(fmt, ...)
+    options.fail(("%s: split %s gives layers %s, expected %d numbers, 0 ... %g, with a "
+      .. "mean of %g"):format(what, split.name, fmt:format(...), count, most, mean))
+  end
+  if type(list) ~= "table" then refuse("%s", options.shown(list)) end
+  if #list ~= count then refuse("a list of %d", #list) end
+  local sum, slack = 0, 1e-6 * (1 + mean)
+  for i, x in ipairs(list) do
+    if type(x) ~= "number" or not (x >= -slack and x <= most + slack)
+      or math.abs(x) == math.huge then
+      refuse("%s, layer %d,", options.shown(x), i - 1)
+    end
+    sum = sum + x
+  end
+  if math.abs(sum / count - mean) > slack then refuse("a mean of %g", sum / count) end
+  return list
+end
+
 --- What a split gives each layer of an amount that is a number. Of blocks, it divides
 -- what sink, recent and min_blocks leave, in whole numbers with the same sum.
-local function divide(o, split, key, amount, layers)
+local function divide(o, what, key, amount, layers)
   local least = key == "ratio" and 0 or math.max(o.min_blocks, o.sink + o.recent)
   local most = key == "ratio" and 1 or math.huge
-  local list = split:layers(math.max(0, amount - least), most, layers)
+  local list = shares_of(what, o.split, math.max(0, amount - least), most, layers)
   local rows, sum, given = {}, 0, 0
   for i = 1, layers do
     local x = list[i]
@@ -217,7 +239,7 @@ function M.make(o, shape)
   if key ~= "ratio" then key = "blocks" end
   if not is_number and key == "blocks" then check_least(what, name, rows, o) end
   if split and split.layers then
-    rows = divide(o, split, key, rows[1][1], shape.layers)
+    rows = divide(o, what, key, rows[1][1], shape.layers)
   end
   local self = setmetatable({ sink = o.sink, recent = o.recent, layers = {}, limits = {},
     split = split and split.heads and split:again() or nil }, Ragged)

@@ -8,6 +8,7 @@ local ffi = require "ffi"
 local command_line = require "kvlab.command_line"
 local house = require "kvlab.house"
 local library = require "kvlab.library"
+local options = require "kvlab.options"
 
 local C, check = library.C, library.check
 local F32, I32 = library.dtypes.f32, library.dtypes.i32
@@ -31,7 +32,8 @@ end
 
 --- The dims of a tensor in words.
 local function shown(t)
-  if not ffi.istype("kvl_tensor", t) then return "a " .. type(t) end
+  if not ffi.istype("kvl_tensor", t) then return options.shown(t) end
+  if t.storage == nil then return "a tensor that is closed" end
   return ("%s [%s]"):format(library.dtype_names[t.dtype], table.concat(t:dims(), ", "))
 end
 
@@ -108,32 +110,46 @@ function M.scores(ctx, scores, budget, what)
   ctx.has_checked[ctx.phase] = true
 end
 
+--- What the heads of each sequence have undivided, `even` i32 [seqs, kv_heads], together:
+-- a list; nil where the host cannot read it now.
+function M.totals(ctx, even)
+  local is_open, waits = access(ctx)
+  if not is_open then return nil end
+  local list, heads, totals = contents(even, waits, ints), ctx.kv_heads, {}
+  for s = 0, ctx.seqs - 1 do
+    totals[s] = 0
+    for head = 0, heads - 1 do totals[s] = totals[s] + list[s * heads + head] end
+  end
+  return totals
+end
+
 --- Raises unless `limits`, which a split made, are i32 [seqs, kv_heads], not negative,
--- and no more in all than `even`, what the heads have undivided.
-function M.limits(ctx, limits, even)
-  if not ffi.istype("kvl_tensor", limits) or limits.dtype ~= I32 or limits.ndim ~= 2
-    or limits.sizes[0] ~= ctx.seqs or limits.sizes[1] ~= ctx.kv_heads then
-    refuse(ctx, "the split returns %s, expected i32 [%d, %d]: sequences, KV heads",
+-- and no more in all than the heads of a sequence have undivided.
+---@param totals table|nil  of M.totals, from before the split was called
+---@param name string       the split's
+function M.limits(ctx, limits, totals, name)
+  if not ffi.istype("kvl_tensor", limits) or limits.storage == nil or limits.dtype ~= I32
+    or limits.ndim ~= 2 or limits.sizes[0] ~= ctx.seqs
+    or limits.sizes[1] ~= ctx.kv_heads then
+    refuse(ctx, "split %s returns %s, expected i32 [%d, %d]: sequences, KV heads", name,
       shown(limits), ctx.seqs, ctx.kv_heads)
   end
   local is_open, waits = access(ctx)
-  if not is_open then return end
+  if not is_open or not totals then return end
   local list, heads, sums = contents(limits, waits, ints), ctx.kv_heads, {}
+  local unit = ctx.block_size == 1 and "tokens" or "blocks"
   for row = 0, ctx.seqs * heads - 1 do
     local s = math.floor(row / heads)
     if list[row] < 0 then
-      refuse(ctx, "the split gives sequence %d, head %d %d blocks, expected 0 or more", s,
-        row % heads, list[row])
+      refuse(ctx, "split %s gives sequence %d, head %d %d %s, expected 0 or more", name,
+        s, row % heads, list[row], unit)
     end
     sums[s] = (sums[s] or 0) + list[row]
   end
-  local total = contents(even, waits, ints)
   for s = 0, ctx.seqs - 1 do
-    local most = 0
-    for head = 0, heads - 1 do most = most + total[s * heads + head] end
-    if sums[s] > most then
-      refuse(ctx, "the split gives the heads of sequence %d %d blocks, expected at most "
-        .. "the %d that they have undivided", s, sums[s], most)
+    if sums[s] > totals[s] then
+      refuse(ctx, "split %s gives the heads of sequence %d %d %s, expected at most the "
+        .. "%d that they have undivided", name, s, sums[s], unit, totals[s])
     end
   end
 end

@@ -423,9 +423,17 @@ local function divide(self, scores, budget, limits, split)
   if tonumber(scores.sizes[1]) == 1 then scores = scores:expand(dims) end
   local _, even = select_lists(self, self:new_scores():fill_(0), budget, limits,
     policy.budget_blocks(budget, self.width))
+  local total = check.totals(self, even)
   limits = split:heads(self, scores, even, budget)
-  check.limits(self, limits, even)
+  check.limits(self, limits, total, split.name)
   return limits
+end
+
+--- Selects by what a split gives each head. What it makes is freed, and what it keeps is
+-- not.
+local function select_divided(self, scores, budget, limits, split)
+  limits = divide(self, scores, budget, limits, split)
+  return select_lists(self, scores, budget, limits, width_of_all(self, budget))
 end
 
 local function select_within(self, scores, budget, limits, split)
@@ -434,12 +442,8 @@ local function select_within(self, scores, budget, limits, split)
     return select_lists(self, scores, budget, limits,
       policy.budget_blocks(budget, self.width))
   end
-  local kept = ffi.new("kvl_budget", budget) -- the split may select in between
-  limits = tensor.scope(divide, self, scores, kept, limits, split)
-  local selection, counts = select_lists(self, scores, kept, limits,
-    width_of_all(self, kept))
-  limits:free()
-  return selection, counts
+  return tensor.scope(select_divided, self, scores,
+    ffi.new("kvl_budget", budget), limits, split) -- the split may select in between
 end
 
 --- Selects sink, recent and the best scores within a budget. The selection and its counts

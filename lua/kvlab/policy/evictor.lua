@@ -40,8 +40,9 @@ local NO_CAP = 2 ^ 31 - 1 -- of the tokens that are held
 --- The longest text, in tokens, whose positions f32 tells apart.
 M.LONGEST = 2 ^ 24
 
--- Below every number of a worth that is finite.
-local LOWEST = -3e38
+-- What the numbers of a worth count as at least and at most: tokens that must stay are
+-- worth more.
+local LOWEST, HIGHEST = -3e38, 3e38
 
 ---@class kvlab.Evictor
 ---@field policy kvlab.Policy  that evicts
@@ -290,9 +291,13 @@ local function worth_of(self, ctx, in_place)
 end
 
 --- Raises for sequences whose tokens this evictor has not placed, and takes the new ones.
-local function take_sequences(self, batch)
+local function take_sequences(self, batch, is_prefill)
   for i, seq in ipairs(batch.batch.seqs) do
     local length = seq:length()
+    if not is_prefill and length <= batch.batch.counts[i] then
+      options.fail(("begin: sequence %d begins with a decode step, expected a prompt, as "
+        .. "its end says what policy %s may hold"):format(i, self.policy.name))
+    end
     if seq.evictor ~= self and length > batch.batch.counts[i] then
       options.fail(("begin: sequence %d has %d tokens that policy %s has not seen, "
         .. "expected a prompt that it saw from its first token"):format(i,
@@ -325,7 +330,7 @@ function Evictor:begin(ctx, batch)
     options.fail(("begin: ends_prompts has %d entries, expected %d, one for each "
       .. "sequence"):format(#ctx.ends_prompts / self.heads, batch.batch.count))
   end
-  take_sequences(self, batch)
+  take_sequences(self, batch, ctx.is_prefill)
   for _, one in ipairs(self.tallies) do one:begin(ctx) end
 end
 
@@ -415,7 +420,7 @@ local function compared(self, ctx, worth, first, layer, length)
   local heads, size, budget = self.heads, self.cache.block_size, budget_of(self, layer)
   local positions = self.positions:load(ctx):reshape { ctx.seqs, -1 }:narrow(first, heads)
   local own = worth and worth:narrow(first, heads) or positions
-  own = own:ge(LOWEST):where(own, LOWEST)
+  own = own:ge(LOWEST):where(own, LOWEST):minimum(HIGHEST)
   return positions:lt(budget.sink * size):where(math.huge,
     positions:ge(length - budget.recent * size):where(math.huge, own))
 end
@@ -449,9 +454,10 @@ local function divide(self, ctx, own, layer, caps, held)
   local scores = index:lt(lens):where(own, -math.huge):reshape { 1, heads, n }
   local _, _, split = budgets.of_layer(self.policy.budget, layer)
   local undivided = tensor.from(dev, "i32", { 1, heads }, even)
+  local total = check_policy.totals(tokens, undivided)
   local limits = split:heads(tokens, scores, undivided,
-    ffi.new("kvl_budget", -1, 0, 0, 0, 0))
-  check_policy.limits(tokens, limits, undivided)
+    ffi.new("kvl_budget", -1, math.max(unpack(even)), 0, 0, 0))
+  check_policy.limits(tokens, limits, total, split.name)
   local budget, given = budget_of(self, layer), limits:list()
   local least = math.max(budget.min_blocks, budget.sink + budget.recent)
     * self.cache.block_size + 1

@@ -66,6 +66,26 @@ describe("a split among layers", function()
   end)
 end)
 
+describe("a split among layers of one's own", function()
+  local function attach(list)
+    attached { ratio = 0.25, min_blocks = 0, split = kv.split.define { name = "own",
+      layers = function() return list end } {} }
+  end
+
+  it("is refused when its numbers are no division of the budget", function()
+    attach { 0.5, 0 }
+    local want = ", expected 2 numbers, 0 ... 1, with a mean of 0.25"
+    raises("policy quest: split own gives layers a list of 1" .. want, attach, { 0.25 })
+    raises("gives layers a list of 3" .. want, attach, { 0.25, 0.25, 0.25 })
+    raises("gives layers nil" .. want, attach, nil)
+    raises("gives layers nan, layer 0,", attach, { 0 / 0, 0.25 })
+    raises("gives layers -0.5, layer 0,", attach, { -0.5, 1 })
+    raises("gives layers 1.5, layer 0,", attach, { 1.5, -1 })
+    raises('gives layers "a", layer 1,', attach, { 0.25, "a" })
+    raises("gives layers a mean of 0.75" .. want, attach, { 0.75, 0.75 })
+  end)
+end)
+
 -- ---- among heads ----------------------------------------------------------------------
 
 --- A policy whose scores are random, with what its last layer scored.
@@ -215,16 +235,32 @@ describe("a split among heads", function()
   end)
 
   it("is refused when it gives what no list may have", function()
-    raises("the split returns a nil, expected i32 [2, 2]: sequences, KV heads", divided,
+    raises("split own returns nil, expected i32 [2, 2]: sequences, KV heads", divided,
       function() end)
-    raises("the split returns f32 [2, 2], expected i32 [2, 2]", divided,
+    raises("split own returns f32 [2, 2], expected i32 [2, 2]", divided,
       function(_, _, _, even) return even:cast "f32" end)
-    raises("the split returns i32 [1, 2], expected i32 [2, 2]", divided,
+    raises("split own returns i32 [1, 2], expected i32 [2, 2]", divided,
       function(_, _, _, even) return even:narrow(0, 1) end)
-    raises("the split gives sequence 0, head 0 -1 blocks, expected 0 or more", divided,
+    local closed = kv.ones(cpu, "i32", { 2, 2 })
+    closed:free()
+    raises("split own returns a tensor that is closed, expected i32 [2, 2]", divided,
+      function() return closed end)
+    raises("split own gives sequence 0, head 0 -1 blocks, expected 0 or more", divided,
       function(_, _, _, even) return even - even - 1 end)
-    raises("the split gives the heads of sequence 0 10 blocks, expected at most the 8 "
+    raises("split own gives the heads of sequence 0 10 blocks, expected at most the 8 "
       .. "that they have undivided", divided, function(_, _, _, even) return even + 1 end)
+  end)
+
+  it("may return what it keeps, and what it was given", function()
+    local kept = kv.from(cpu, "i32", { 2, 2 }, { 1, 2, 2, 1 })
+    divided(function() return kept end)
+    assert.same({ 1, 2, 2, 1 }, kept:list())
+    divided(function(_, _, _, even) return even end)
+  end)
+
+  it("is compared with what the heads had before it was called", function()
+    raises("split own gives the heads of sequence 0 2000 blocks, expected at most the 8",
+      divided, function(_, _, _, even) return even:fill_(1000) end)
   end)
 
   it("keeps what it makes apart for each attention", function()
