@@ -138,6 +138,21 @@ local function run(config)
     pages_share = peak / (count * text * each) }, seen)
 end
 
+local function check(config)
+  local policy = kv.policy(config.policy, config.policy ~= "full" and
+    { tokens = config.tokens, sink = config.sink, recent = config.recent } or nil)
+  if config.policy ~= "full" and (not policy.evict or policy.prompt_only
+      or policy.keep_decoded) then
+    error(("policy is %s, which %s, expected full or one that holds its budget while it "
+      .. "decodes"):format(config.policy, policy.evict and "keeps all decoded tokens"
+      or "evicts nothing"), 0)
+  end
+  if config.generate < WINDOWS * (WARM + math.max(config.steps, 1)) or config.steps < 0 then
+    error(("generate is %s and steps %s, expected steps >= 0, and %d * (steps + %d) tokens "
+      .. "or more to generate"):format(config.generate, config.steps, WINDOWS, WARM), 0)
+  end
+end
+
 kv.experiment.run {
   name = "23_endless",
   title = "What does a long answer cost when only a budget of tokens is held?",
@@ -154,7 +169,7 @@ kv.experiment.run {
   proportions = { "pages_share", "bytes_share", "held_share" },
   metrics = { "tokens_s", "ms_step", "ms_first", "ms_last", "pages_share", "pages_peak",
               "bytes_share", "held_share", "moved_share", "prompt_ms" },
-  run = run,
+  check = check, run = run,
   table = function(rows, settings)
     local list = {}
     for _, value in ipairs { "tokens_s", "ms_first", "ms_last", "pages_share",
