@@ -147,9 +147,11 @@ local function check(config)
       .. "decodes"):format(config.policy, policy.evict and "keeps all decoded tokens"
       or "evicts nothing"), 0)
   end
-  if config.generate < WINDOWS * (WARM + math.max(config.steps, 1)) or config.steps < 0 then
-    error(("generate is %s and steps %s, expected steps >= 0, and %d * (steps + %d) tokens "
-      .. "or more to generate"):format(config.generate, config.steps, WINDOWS, WARM), 0)
+  local least = WINDOWS * (WARM + math.max(config.steps, 1))
+  if config.generate < least or config.steps < 0 then
+    error(("generate is %s and steps %s, expected steps >= 0, and %d * (steps + %d) "
+      .. "tokens or more to generate"):format(config.generate, config.steps, WINDOWS,
+      WARM), 0)
   end
 end
 

@@ -131,6 +131,10 @@ end
 function M.new(model, o)
   o = options.check("engine", o, OPTIONS)
   check_model(model)
+  if o.policy and o.policy.evict and o.offload then
+    options.fail(("engine: offload is given, and policy %s evicts tokens, expected KV on "
+      .. "the device"):format(o.policy.name))
+  end
   local c, device, dtype = model.config, model.device, model.dtype
   local self = setmetatable({
     model = model, chunk = o.chunk or 512, max_seqs = o.max_seqs or 16,

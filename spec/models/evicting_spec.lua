@@ -452,6 +452,13 @@ describe("eviction", function()
     assert.same({ 4, 36 }, counts(0.2))
   end)
 
+  it("is refused for KV in host memory", function()
+    local model = tiny.attentive(cpu)
+    support.raises("engine: offload is given, and policy tova evicts tokens, expected KV "
+      .. "on the device", model.engine, model, { policy = kv.policy("tova",
+        { blocks = 3 }), blocks = 20, block_size = BLOCK, offload = { hot_slots = 8 } })
+  end)
+
   it("needs a prompt before it decodes", function()
     local e = open(cpu, { policy = "tova", options = { blocks = 3 } })
     local seq = e:sequence()

@@ -80,13 +80,29 @@ for _, tables in ipairs { "layer", "head" } do
     it("name the layer that a sequence does not have", function()
       local e = engine(tables)
       local seq = e:sequence()
-      support.raises("layer is 2, expected 0 ... 1: the cache has tables by " .. tables,
-        seq.table, seq, 2, 0)
+      support.raises(("layer is 2, expected 0 ... 1: the cache has tables = %q"):format(
+        tables), seq.table, seq, 2, 0)
       support.raises("layer is nil, expected 0 ... 1", seq.held, seq)
+      for _, head in ipairs { 2, -1, "x" } do
+        support.raises("expected 0 ... 1: the cache has tables", seq.held, seq, 0, head)
+      end
       e.cache:close()
     end)
   end)
 end
+
+describe("one table", function()
+  it("is that of any layer and head, which may be left out", function()
+    local e = engine "one"
+    local seq = e:sequence()
+    e:prefill(seq, tokens(5))
+    assert.same({ 5, 5, 5 }, { seq:held(), seq:held(1), seq:held(1, 1) })
+    support.raises("layer is 99, expected 0 ... 1", seq.held, seq, 99)
+    support.raises('head is 5, expected 0 ... 1: the cache has tables = "one"', seq.held,
+      seq, 0, 5)
+    e.cache:close()
+  end)
+end)
 
 describe("tables by head", function()
   it("let each head select for itself where a policy selects for all of them", function()

@@ -104,7 +104,7 @@ describe("scores", function()
     refused("scores are f32 [1, 2, ", { score = function(_, ctx)
       return kv.zeros(cpu, "f32", { 1, HEADS, ctx.width })
     end })
-    refused("scores are a nil, expected f32", { score = function() end })
+    refused("scores are nil, expected f32", { score = function() end })
   end)
 
   it("are refused with --check when one is NaN", function()
