@@ -18,10 +18,13 @@ local function retrieving(self, layers, heads)
   end
   for i, row in ipairs(kv.experiment.rows(self.heads)) do
     local layer, head, lost = row.config.layer, row.config.head, row.metrics.lost
-    if not below(layer, layers) or not below(head, heads) or type(lost) ~= "number" then
-      error(("policy duo: row %d of %s is of layer %s, head %s, and lost is %s, expected "
-        .. "%d layers of %d KV heads, and a number"):format(i, self.heads,
-        tostring(layer), tostring(head), tostring(lost), layers, heads), 0)
+    if not below(layer, layers) or not below(head, heads) then
+      error(("policy duo: row %d of %s is of layer %s, head %s, expected %d layers of %d "
+        .. "KV heads"):format(i, self.heads, tostring(layer), tostring(head), layers,
+        heads), 0)
+    elseif type(lost) ~= "number" then
+      error(("policy duo: row %d of %s: lost is %q, expected a number"):format(i,
+        self.heads, tostring(lost)), 0)
     end
     list[i] = { layer = layer, head = head, lost = lost }
   end

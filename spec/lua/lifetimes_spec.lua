@@ -245,7 +245,7 @@ support.each_device(function(dev)
           raises("budget is", ctx.trim, ctx, scores, 0.5, bad, scores)
           raises("budget is", kv.policy.budget_blocks, bad, 4)
         end
-        raises("scores are a nil, expected f32 [1, 2 or 1, 8]", ctx.select, ctx, nil,
+        raises("scores are nil, expected f32 [1, 2 or 1, 8]", ctx.select, ctx, nil,
           kv.policy.recent(1))
         ctx:select(scores, kv.policy.recent(1))
       end

@@ -70,5 +70,7 @@ describe("duo", function()
       { heads = file_of { { 1 }, { 2 } } })
     support.raises("is of layer 0, head 3, expected 2 layers of 3 KV", attend, cpu,
       { heads = file_of { { 0, 0, 0, 1 }, { 0, 0 } } })
+    support.raises('lost is "x", expected a number', attend, cpu,
+      { heads = file_of { { 0, "x", 0 }, { 0, 0, 1 } } })
   end)
 end)

@@ -205,8 +205,8 @@ describe("a map of a policy", function()
       .. "heads=2, width=9] on cpu", p.mapped, p, ctx, x, x, is { 4, 1, 9 })
     refused("map(x, y) = weight * x + (1 - weight) * y: 1 tensors more than its "
       .. "parameters and out", p.mapped, p, ctx, x, x, nil, x)
-    refused("policy mine: mapped: ctx is a cdata, expected a context of an attention's "
-      .. "step", p.mapped, p, x, x)
+    refused("policy mine: mapped: ctx is f32 [4, 2, 9], expected a context of an "
+      .. "attention's step", p.mapped, p, x, x)
     refused("map(x, y) = weight * x + (1 - weight) * y is not called as a method of a "
       .. "policy that has it and is attached", p.mapped, ctx, x, x)
     local closed = is { 4, 2, 9 }

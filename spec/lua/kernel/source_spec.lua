@@ -199,7 +199,7 @@ describe("a kernel of source text", function()
       kv.zeros("cpu", "f32", { 3 }), 1)
     blamed("scale_rows: by is closed, expected a tensor", kernel, x, closed, 1)
     blamed("scale_rows: unit is nil, expected a number", kernel, x, by)
-    blamed("scale_rows: unit is a cdata, expected a number", kernel, x, by, by)
+    blamed("scale_rows: unit is f32 [2], expected a number", kernel, x, by, by)
     blamed("scale_rows: out is f32 [3, 2], expected f32 [rows=2, dim=3]", kernel, x, by,
       1, kv.zeros("cpu", "f32", { 3, 2 }))
     blamed("scale_rows: 5 arguments, expected 4", kernel, x, by, 1, nil, 2)
