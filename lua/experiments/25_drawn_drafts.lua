@@ -36,7 +36,11 @@ local function made_up()
   return path
 end
 
+--- The policy of a row; raises for a row that cannot be computed.
 local function policy_of(config)
+  if not (config.temperature > 0 and config.temperature < math.huge) then
+    error(("temperature is %s, expected a number above 0"):format(config.temperature), 0)
+  end
   local policy = kv.policy(config.policy, { ratio = config.ratio, sink = 1, recent = 2,
     min_blocks = 0 })
   if policy.watches_prompt or policy.evict then

@@ -1,4 +1,4 @@
---- 21_lossless counts what drafts and checks read.
+--- 21_lossless counts what drafts and checks read; 25_drawn_drafts compares what is drawn.
 local files = require "kvlab.files"
 local json = require "kvlab.json"
 local kv = require "kvlab"
@@ -41,5 +41,27 @@ describe("21_lossless #release", function()
     assert.equal(1, found[1].accepted_share)
     assert.is_true(found[1].bytes_share > 1 and found[1].bytes_share < 1.07)
     assert.is_true(found[0.1].bytes_share < found[1].bytes_share)
+  end)
+end)
+
+describe("25_drawn_drafts #release", function()
+  local function run_drawn(settings)
+    local out = temporary.folder()
+    local pipe = io.popen(("'%s' run '%s/lua/experiments/25_drawn_drafts.lua' "
+      .. "--device=cpu --quick --out='%s' %s 2>&1"):format(kv.paths.executable,
+      kv.paths.root, out, settings))
+    local printed = pipe:read "*a"
+    pipe:close()
+    return printed, files.read(out .. "/results.jsonl")
+  end
+
+  it("finds full attention like itself, and refuses what cannot be computed", function()
+    local _, rows = run_drawn "--set policy=full"
+    local m = json.decode(rows:match "[^\n]+").metrics
+    assert.near(1, m.common_share, 1e-5)
+    assert.same({ 1, 1 }, { m.alike_share, m.likeliest_share })
+    assert.matches("temperature is 0, expected a number above 0",
+      (run_drawn "--set temperature=0"))
+    assert.matches("policy is tova, which evicts", (run_drawn "--set policy=tova"))
   end)
 end)
