@@ -1,4 +1,4 @@
---- 21_lossless counts what drafts and checks read; 25_drawn_drafts compares what is drawn.
+--- What 21_lossless counts of drafts and checks, and what 25_drawn_drafts refuses.
 local files = require "kvlab.files"
 local json = require "kvlab.json"
 local kv = require "kvlab"
