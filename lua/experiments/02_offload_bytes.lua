@@ -7,6 +7,7 @@
 --
 --   ./kvlab run lua/experiments/02_offload_bytes.lua [--device=cuda]
 local kv = require "kvlab"
+local sorted = require "kvlab.sorted"
 
 local PREFILL = { full = "full", quest = "full", topk = "full", streaming_blocks = "full",
                   xattention = "xattention" }
@@ -26,14 +27,23 @@ local function closed_form(prefill, decode, chunks)
   return loads, selected(decode, chunks + 1)
 end
 
-local function run(config)
-  local name, chunks = config.policy, config.context / config.block_size
-  local options = { ratio = config.ratio, sink = 1, recent = 1, min_blocks = 0 }
+--- The policies of prefill and of decode.
+local function policies_of(config)
+  local name = config.policy
   local function open(policy)
-    return kv.policy(policy, policy ~= "full" and options or nil)
+    return kv.policy(policy, policy ~= "full"
+      and { ratio = config.ratio, sink = 1, recent = 1, min_blocks = 0 } or nil)
   end
-  local prefill = open(PREFILL[name])
-  local decode = open(name == PREFILL[name] and "full" or name)
+  if not PREFILL[name] then
+    error(("policy is %s, expected %s"):format(name,
+      table.concat(sorted.keys(PREFILL), ", ")), 0)
+  end
+  return open(PREFILL[name]), open(name == PREFILL[name] and "full" or name)
+end
+
+local function run(config)
+  local chunks = config.context / config.block_size
+  local prefill, decode = policies_of(config)
   local s = kv.synthetic { shape = config.shape, context = config.context + 1,
     block_size = config.block_size, chunk = config.block_size, seed = config.seed,
     prefill_policy = prefill, decode_policy = decode,
@@ -73,7 +83,7 @@ kv.experiment.run {
                block_size = is_cpu and 256 or 1024,
                ratio = 0.25, slots = 4 },
   quick = { context = { 1024, 2048, 4096 } },
-  run = run,
+  check = policies_of, run = run,
   table = {
     { rows = "policy", columns = "context", value = "prefill_loaded", format = "%.0f" },
     { rows = "policy", columns = "context", value = "prefill_loaded_formula",

@@ -24,6 +24,7 @@
 local downloads = require "kvlab.downloads"
 local kv = require "kvlab"
 local opener = require "models.open"
+local sorted = require "kvlab.sorted"
 
 local NAMES = { "Aro", "Bela", "Cadi", "Doru", "Elin", "Fara", "Goro", "Hale", "Iska",
                 "Joru", "Kemi", "Lona", "Miro", "Nera", "Oslo", "Pira" }
@@ -61,13 +62,24 @@ local PROMPTS = {
 
 -- ---- a row ----------------------------------------------------------------------------
 
+local function policy_of(config)
+  return config.policy ~= "full" and kv.policy(config.policy,
+    { ratio = config.ratio, sink = 1, recent = 2 }) or nil
+end
+
+local function check(config)
+  if not PROMPTS[config.text] then
+    error(("text is %s, expected %s"):format(config.text,
+      table.concat(sorted.keys(PROMPTS), ", ")), 0)
+  end
+  policy_of(config)
+end
+
 --- Answers every prompt. Returns the answers' tokens, the microseconds that decoding
 -- took, and what the drafts did.
 local function answer(loaded, config, draft)
-  local policy = config.policy ~= "full" and kv.policy(config.policy,
-    { ratio = config.ratio, sink = 1, recent = 2 }) or nil
-  local engine = loaded.model:engine { policy = policy, max_seqs = 1, blocks = 1024,
-                                       block_size = 16 }
+  local engine = loaded.model:engine { policy = policy_of(config), max_seqs = 1,
+                                       blocks = 1024, block_size = 16 }
   local ids, us, steps, proposed, accepted, tokens = {}, 0, 0, 0, 0, 0
   for i = 1, config.prompts do
     local lines = document(config.lines, 1000 * config.seed + i)
@@ -136,7 +148,7 @@ kv.experiment.run {
   proportions = { "accepted_share", "same_share" },
   metrics = { "speedup", "tokens_step", "accepted_share", "same_share", "tokens_s",
               "plain_tokens_s" },
-  run = run,
+  check = check, run = run,
   table = { pivot("speedup", "%.2f", "full"), pivot("tokens_step", "%.2f", "full"),
             pivot("accepted_share", "%.2f", "full"), pivot("speedup", "%.2f", "quest"),
             pivot("tokens_step", "%.2f", "quest"),

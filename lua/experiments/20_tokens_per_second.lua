@@ -51,14 +51,8 @@ local function open_sitting(keys)
     seed = keys.seed }, shapes.open)
   local more, offload = (WARM + keys.steps) * keys.runs + keys.steps, nil
   if keys.memory == "hot" then
-    if not (keys.hot > 0 and keys.hot <= 1) then
-      error(("hot is %g, expected a share of all blocks, above 0 and at most 1"):format(
-        keys.hot), 0)
-    end
     local _, all = shapes.blocks(keys.prompts, keys.block_size, more)
     offload = { hot_slots = math.ceil(keys.hot * all), hot_overlap = true }
-  elseif keys.memory ~= "resident" then
-    error(("memory is %s, expected resident or hot"):format(tostring(keys.memory)), 0)
   end
   local engine, seqs, context = shapes.read(model, keys.prompts, {
     block_size = keys.block_size, format = keys.cache, offload = offload }, more)
@@ -118,12 +112,27 @@ end
 local KEYS = { "model", "dtype", "cache", "memory", "hot", "prompts", "block_size",
                "steps", "runs", "seed" }
 
-local function run(config)
-  local keys, is_full = {}, config.policy == "full"
-  if is_full and config.memory == "hot" then
+local function policy_of(config)
+  return kv.policy(config.policy, config.policy ~= "full"
+    and { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+end
+
+local function check(config)
+  if config.memory ~= "resident" and config.memory ~= "hot" then
+    error(("memory is %s, expected resident or hot"):format(config.memory), 0)
+  elseif config.memory == "hot" and config.policy == "full" then
     error("policy is full, expected one that selects blocks since memory is hot: --set "
       .. "policy=quest,gsa_on_device", 0)
+  elseif config.memory == "hot" and not (config.hot > 0 and config.hot <= 1) then
+    error(("hot is %g, expected a share of all blocks, above 0 and at most 1"):format(
+      config.hot), 0)
   end
+  shapes.prompts(config.prompts)
+  policy_of(config)
+end
+
+local function run(config)
+  local keys, is_full = {}, config.policy == "full"
   for _, name in ipairs(KEYS) do keys[name] = config[name] end
   local sitting = kv.experiment.memo(keys, open_sitting)
   local function seconds(policy)
@@ -134,11 +143,9 @@ local function run(config)
     dense = seconds(kv.policy "full")
     sitting.dense = dense
   end
-  local options = not is_full
-    and { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil
-  local bytes, seen = sitting:bytes(kv.policy(config.policy, options))
+  local bytes, seen = sitting:bytes(policy_of(config))
   local time, hit_rate = dense, 0 / 0
-  if not is_full then time, hit_rate = seconds(kv.policy(config.policy, options)) end
+  if not is_full then time, hit_rate = seconds(policy_of(config)) end
   return costs.add({ tokens_s = #sitting.seqs / time, ms = 1e3 * time,
     hit_rate = hit_rate, speedup = dense and dense / time or 0 / 0, bytes = 1e-9 * bytes,
     gb_s = 1e-9 * bytes / time, note = seen.note }, seen)
@@ -218,7 +225,7 @@ kv.experiment.run {
   proportions = { "bytes_share", "held_share", "hit_rate" },
   metrics = { "tokens_s", "ms", "speedup", "bytes", "gb_s", "bytes_share", "held_share",
               "moved_share", "hit_rate" },
-  run = run,
+  check = check, run = run,
   table = tables,
   plot = function(rows, settings)
     return kv.plot.bars(with_limits(with_peers(rows, settings), settings), {

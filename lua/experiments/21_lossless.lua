@@ -49,6 +49,12 @@ local function draft_of(config)
            min_blocks = 0, tokens = config.draft, reuse = name ~= nil }
 end
 
+--- The policy that drafts, of what draft_of returns.
+local function policy_of(draft)
+  return kv.policy(draft.policy, { ratio = draft.ratio, sink = draft.sink,
+    recent = draft.recent, min_blocks = draft.min_blocks })
+end
+
 --- The sum of some numbers over the sum of others, and the limits of its interval over
 -- the pairs.
 local function share_of(some, all)
@@ -286,8 +292,8 @@ local function run_shape(config)
   local sitting = kv.experiment.memo(keys, open_shape)
   sitting.plain_ms = sitting.plain_ms or time_plain(sitting, config.steps)
   local o = draft_of(config)
-  local attention = sitting.engine:attention_of(kv.policy "full", kv.policy(o.policy,
-    { ratio = o.ratio, sink = 1, recent = 2, min_blocks = 0 }), o.reuse)
+  local attention = sitting.engine:attention_of(kv.policy "full", policy_of(o),
+    o.reuse)
   begin(sitting, attention)
   -- At least n tokens are right with accept^n. The numbers of a golden sequence are
   -- spread so evenly that few drafts already have nearly the mean of many.
@@ -316,7 +322,9 @@ local function run_shape(config)
 end
 
 local function check(config)
+  policy_of(draft_of(config))
   if not shapes.has(config.model) then return end
+  shapes.prompts(config.prompts)
   if not (config.accept >= 0 and config.accept <= 1) then
     error(("accept is %s, expected a number from 0 to 1"):format(
       tostring(config.accept)), 0)

@@ -48,11 +48,16 @@ local function collector()
   return self
 end
 
+--- Options of exam.open.
+local function exam_of(config, offload)
+  return { context = config.context, prompts = config.prompts, needles = 32,
+           block_size = config.block_size, seed = config.seed, question = "row",
+           offload = offload }
+end
+
 --- Decodes the questions of every context.
 local function decode_questions(config, policy, offload, seen)
-  local sitting = exam.open { context = config.context, prompts = config.prompts,
-    needles = 32, block_size = config.block_size, seed = config.seed, question = "row",
-    offload = offload }
+  local sitting = exam.open(exam_of(config, offload))
   local engine = sitting.engine
   engine:use_policy(policy, sitting.seqs)
   engine.attention.probe = seen
@@ -138,6 +143,7 @@ local function check(config)
   elseif config.evict ~= "optimal" then
     kv.eviction(config.evict)
   end
+  if config.trace == "questions" then exam.check(exam_of(config)) end
 end
 
 kv.experiment.run {

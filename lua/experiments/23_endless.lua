@@ -102,6 +102,11 @@ local function mean(list)
   return sum / #list
 end
 
+local function policy_of(config)
+  return kv.policy(config.policy, config.policy ~= "full" and
+    { tokens = config.tokens, sink = config.sink, recent = config.recent } or nil)
+end
+
 local function run(config)
   local count, context = shapes.prompts(config.prompts)
   config.context = context
@@ -110,10 +115,8 @@ local function run(config)
   local is_full, size = config.policy == "full", config.block_size
   local text = math.ceil((context + config.generate) / size) + 1
   local held = math.ceil(math.max(context, config.tokens) / size) + 1
-  local policy = kv.policy(config.policy, not is_full
-    and { tokens = config.tokens, sink = config.sink, recent = config.recent } or nil)
   local engine = model:engine { graph = true, max_seqs = count, block_size = size,
-    chunk = math.min(context, 2048), format = config.cache, policy = policy,
+    chunk = math.min(context, 2048), format = config.cache, policy = policy_of(config),
     tables = is_full and "one" or config.tables, max_blocks = is_full and text or held,
     blocks = is_full and count * text or (count + 1) * held }
   local cache, seqs = engine.cache, {}
@@ -139,8 +142,8 @@ local function run(config)
 end
 
 local function check(config)
-  local policy = kv.policy(config.policy, config.policy ~= "full" and
-    { tokens = config.tokens, sink = config.sink, recent = config.recent } or nil)
+  local policy = policy_of(config)
+  shapes.prompts(config.prompts)
   if config.policy ~= "full" and (not policy.evict or policy.prompt_only
       or policy.keep_decoded) then
     error(("policy is %s, which %s, expected full or one that holds its budget while it "

@@ -67,6 +67,18 @@ local function open(o)
   return opened
 end
 
+local function check(config)
+  kv.policy("streaming", { tokens = config.context, sink = config.sink,
+                           recent = config.recent })
+  if config.sink + config.recent >= config.context then
+    error(("sink is %d and recent %d, expected less together than context = %d, since "
+      .. "else no head streams"):format(config.sink, config.recent, config.context), 0)
+  elseif config.model == "recall" then
+    exam.check { context = config.context, prompts = config.prompts,
+                 needles = config.needles, block_size = config.block_size }
+  end
+end
+
 local function run(config)
   local o = {}
   for _, name in ipairs { "model", "context", "prompts", "needles", "block_size",
@@ -89,7 +101,7 @@ kv.experiment.run {
   quick = { context = 512, prompts = 2 },
   proportions = { accuracy = "questions" },
   metrics = { "lost", "accuracy", "questions" },
-  run = run,
+  check = check, run = run,
   table = { { rows = "layer", columns = "head", value = "lost", format = "%.3f" } },
   plot = function(rows)
     return kv.plot.heat_maps(rows, { x = "head", y = "layer", value = "lost",

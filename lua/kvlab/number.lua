@@ -13,4 +13,10 @@ function M.is_number(x) return type(x) == "number" and x == x end
 ---@return boolean
 function M.is_finite(x) return type(x) == "number" and x - x == 0 end
 
+--- The number that a text writes in decimal digits, such as "-0.5" or "1e-3"; nil for
+-- another text. Lua's tonumber takes "0x10", "inf" and "nan", too.
+---@param text string
+---@return number|nil
+function M.of_text(text) return not text:find "[^%d.eE+-]" and tonumber(text) or nil end
+
 return M

@@ -239,7 +239,11 @@ function M.check(what, given, known, level)
   end
   for name, value in pairs(given) do
     local kind = known[name]
-    if not kind then M.refuse(what, name, sorted.keys(known), level) end
+    if not kind and getmetatable(given) then
+      raise(("%s: an object came, expected a table of options"):format(what), level)
+    elseif not kind then
+      M.refuse(what, name, sorted.keys(known), level)
+    end
     if not kind[2](value) then
       raise(("%s: %s %s"):format(what, name, M.problem(value, kind)), level)
     end

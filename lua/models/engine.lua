@@ -252,6 +252,25 @@ local function check_tokens(self, tokens)
   end
 end
 
+local function end_step(self, ok, ...)
+  self.step = nil
+  C.kvl_interrupt_hold(-1)
+  if ok then return ... end
+  error((...), 0)
+end
+
+--- Runs fn(self, ...) as the step `name`, which happens whole or not at all.
+local function run_step(self, name, fn, ...)
+  if self.step then
+    options.fail(("%s: the engine is in the middle of %s, expected it to have ended")
+      :format(name, self.step))
+  end
+  C.kvl_interrupt_hold(1)
+  self.step = name
+  local cache = self.cache
+  return end_step(self, protected.pcall(cache.transaction, cache, fn, self, ...))
+end
+
 --- Runs the tokens of the batch through every layer: their states, [tokens, hidden].
 local function forward(self)
   local model, n = self.model, self.batch.tokens_count
@@ -314,7 +333,7 @@ end
 --                              step
 function Engine:prefill(seq, tokens, each, goes_on)
   check_tokens(self, tokens)
-  return self.cache:transaction(prefill, self, seq, tokens, each, goes_on)
+  return run_step(self, "prefill", prefill, seq, tokens, each, goes_on)
 end
 
 local function prefill_batch(self, seqs, counts, tokens, ends_prompts, each)
@@ -334,8 +353,8 @@ end
 --                              the next step
 function Engine:prefill_batch(seqs, counts, tokens, ends_prompts, each)
   check_tokens(self, tokens)
-  return self.cache:transaction(prefill_batch, self, seqs, counts, tokens, ends_prompts,
-    each)
+  return run_step(self, "prefill_batch", prefill_batch, seqs, counts, tokens,
+    ends_prompts, each)
 end
 
 --- Logits of every token of a prompt, f32 [#tokens, vocab]; a new tensor.
@@ -452,7 +471,7 @@ end
 function Engine:decode(seqs, tokens)
   local on_device = kv.is_tensor(tokens)
   if not on_device then check_tokens(self, tokens) end
-  return self.cache:transaction(decode, self, seqs, tokens, on_device)
+  return run_step(self, "decode", decode, seqs, tokens, on_device)
 end
 
 -- ---- drafts ---------------------------------------------------------------------------
@@ -557,7 +576,7 @@ function Engine:draft(seqs, counts, tokens, choose)
   if not self.attention.draft_policy then
     options.fail "draft: the attention has no draft_policy, expected one"
   end
-  return self.cache:transaction(draft, self, seqs, counts, tokens, choose)
+  return run_step(self, "draft", draft, seqs, counts, tokens, choose)
 end
 
 local function verify(self, seqs, counts, tokens, parents, drafted)
@@ -584,7 +603,7 @@ end
 --                              step
 function Engine:verify(seqs, counts, tokens, parents, drafted)
   check_tokens(self, tokens)
-  return self.cache:transaction(verify, self, seqs, counts, tokens, parents, drafted)
+  return run_step(self, "verify", verify, seqs, counts, tokens, parents, drafted)
 end
 
 --- Takes back the newest counts[i] tokens of sequence i of the last step, which verify

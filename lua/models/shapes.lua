@@ -40,7 +40,7 @@ end
 ---@return integer sequences
 ---@return integer tokens
 function M.prompts(prompts)
-  local sequences, tokens, unit = tostring(prompts):match "^(%d+)x(%d+)(K?)$"
+  local sequences, tokens, unit = tostring(prompts):match "^([1-9]%d*)x([1-9]%d*)(K?)$"
   if not sequences then
     error(("prompts is %q, expected SEQUENCESxTOKENS such as 8x32K"):format(
       tostring(prompts)), 0)

@@ -30,8 +30,8 @@ local function retrieving(self, layers, heads)
   end
   for i = 1, layers * heads do is_whole[i] = 0 end
   if #list == 0 then
-    error(("policy duo: heads is %s, where there are no results of 24_heads"):format(
-      self.heads), 0)
+    error(("policy duo: heads is %q, expected a folder or a file with results of "
+      .. "24_heads"):format(self.heads), 0)
   end
   if #list ~= layers * heads then
     error(("policy duo: %s has %d heads, expected %d layers of %d KV heads"):format(

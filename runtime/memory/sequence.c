@@ -328,11 +328,13 @@ static int check_shorter(const kvl_sequence *seq, const char *what, int length,
   for (int c = 0; c < seq->cuts && !is_rewind && first < seq->length; c++)
     if (kvl__held_at(seq, c, seq->length) < seq->base[c] + seq->length - seq->floor)
       first = seq->length < seq->lifted ? seq->length : seq->lifted; /* some were replaced */
-  if (length < first && length > 0)
-    return kvl__fail(
-        KVL_ERR_INVALID,
-        "%s: length is %d, expected 0 or %d ... %d, as other tokens were evicted", what,
-        length, first, seq->length);
+  if (length < first && length > 0) {
+    char range[32] = "";
+    if (first < seq->length) snprintf(range, sizeof range, "%d ... ", first);
+    return kvl__fail(KVL_ERR_INVALID,
+                     "%s: length is %d, expected 0 or %s%d: what an eviction left is not cut",
+                     what, length, range, seq->length);
+  }
   return KVL_OK;
 }
 

@@ -315,8 +315,10 @@ describe("eviction", function()
       options = { ratio = kv.full(cpu, "f32", { 2, 3 }, 0.5) } })
     support.raises("draft_policy is tova, which evicts tokens", open, cpu,
       { policy = "full", draft_policy = kv.policy "tova" })
-    support.raises("a budget of 2 holds 2 blocks, expected more than sink + recent = 3",
+    support.raises("a budget of 2 blocks, expected more than sink + recent = 3 blocks",
       open, cpu, { policy = "tova", options = { blocks = 2, sink = 1, recent = 2 } })
+    support.raises("a budget of 5 tokens is 2 blocks, expected more than sink + recent",
+      open, cpu, { policy = "tova", options = { tokens = 5, sink = 1, recent = 2 } })
     support.raises("has prompt_only, expected evict beside it", kv.policy.define,
       { name = "x", decode = true, prompt_only = true, score = function() end })
     support.raises("has evict and score", kv.policy.define, { name = "x", decode = true,
@@ -329,12 +331,27 @@ describe("eviction", function()
     support.raises("expected one token of each sequence in a decode step", e.verify, e,
       { seq }, { 2 }, { 1, 2 })
     assert.equal(30, seq:length())
-    support.raises("other tokens were evicted", seq.truncate, seq, 20)
+    support.raises("an eviction left is not cut", seq.truncate, seq, 20)
     for i = 1, 5 do e:decode({ seq }, { i }) end
-    support.raises("length is 33, expected 0 or 35 ... 35", seq.truncate, seq, 33)
+    support.raises("length is 33, expected 0 or 35: ", seq.truncate, seq, 33)
     seq:truncate(0)
     e:prefill(seq, tokens(5))
     assert.equal(5, seq:held(0, 0))
+    e.cache:close()
+  end)
+
+  it("refuses a step within a step, which then is none", function()
+    local e, seq
+    local policy = kv.policy.define { name = "mine", decode = true, own_bytes = 0,
+      evict = function() e:decode({ seq }, { 1 }) end } { blocks = 4 }
+    e = open(cpu, { policy = policy })
+    seq = e:sequence()
+    support.raises("decode: the engine is in the middle of prefill", e.prefill, e, seq,
+      tokens(30))
+    assert.same({ 0, 60 }, { seq:length(), e.cache:blocks_free() })
+    support.raises("prefill_batch: the engine is in the middle of prefill", e.prefill, e,
+      seq, tokens(3), function() e:prefill_batch({ seq }, { 1 }, { 1 }) end)
+    e:prefill(seq, tokens(3))
     e.cache:close()
   end)
 

@@ -285,7 +285,7 @@ describe("18_text_budget #release", function()
     end
     local heads = temporary.folder()
     options = options .. " --set heads=" .. heads
-    assert.matches("where there are no results", (run(options)))
+    assert.matches("expected a folder or a file with results of 24_heads", (run(options)))
     files.write(heads .. "/results.jsonl", table.concat(rows, "\n") .. "\n")
     local printed, out = run(options)
     assert.matches("status 0\n$", printed)

@@ -60,7 +60,7 @@ describe("duo", function()
 
   it("says what is wrong with its file", function()
     local cpu = kv.device "cpu"
-    support.raises("heads is no/such/file.jsonl, where there are no results", attend, cpu,
+    support.raises('heads is "no/such/file.jsonl", expected a folder', attend, cpu,
       { heads = "no/such/file.jsonl" })
     support.raises("blocks is given, expected ratio, a number", attend, cpu,
       { heads = file_of(LOST), blocks = 3 })

@@ -12,8 +12,8 @@
 --
 -- The last axis varies fastest. Errors are raised without a position: kvlab.experiment
 -- adds the line of the script.
-local is_finite = require("kvlab.number").is_finite
 local hint = require("kvlab.words").hint
+local number = require "kvlab.number"
 local secrets = require "kvlab.secrets"
 local sorted = require "kvlab.sorted"
 
@@ -39,7 +39,7 @@ end
 
 local function check_scalar(value, what)
   local kind = type(value)
-  if kind == "number" and not is_finite(value) then
+  if kind == "number" and not number.is_finite(value) then
     fail("%s is %s, expected a finite number", what, tostring(value))
   elseif kind ~= "number" and kind ~= "string" and kind ~= "boolean" then
     fail("%s is a %s, expected a number, a string or a boolean", what, kind)
@@ -190,7 +190,8 @@ end
 
 local function convert(value, kind, what)
   local result = value
-  if kind == "number" and type(value) == "string" then result = tonumber(value)
+  if kind == "number" and type(value) == "string" then
+    result = number.of_text(value)
   elseif kind == "string" then result = type(value) ~= "table" and tostring(value) or nil
   elseif kind == "boolean" and type(value) == "string" then
     result = ({ ["true"] = true, ["false"] = false })[value]

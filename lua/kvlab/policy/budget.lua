@@ -157,8 +157,9 @@ local function check_least(what, key, rows, o)
   for i, row in ipairs(rows) do
     for h, x in ipairs(row) do
       if x < always then
-        options.fail(("%s: %s of %s is %d block%s, expected at least sink + recent = %d")
-          :format(what, key, place_of(i, h, row), x, x == 1 and "" or "s", always))
+        options.fail(("%s: %s of %s is %d block%s, expected at least sink + recent = %d "
+          .. "blocks"):format(what, key, place_of(i, h, row), x, x == 1 and "" or "s",
+          always))
       end
     end
   end

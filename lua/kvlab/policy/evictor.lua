@@ -89,9 +89,9 @@ local function check_budget(p, cache)
     or type(amount) == "table" and amount or amount and amount:list() or {}) do
     local blocks = p.blocks and x or math.ceil(x / cache.block_size)
     if math.max(blocks, p.min_blocks) <= p.sink + p.recent then
-      options.fail(("policy %s: a budget of %s holds %d blocks, expected more than sink "
-        .. "+ recent = %d"):format(p.name, p.blocks and x or x .. " tokens", blocks,
-        p.sink + p.recent))
+      options.fail(("policy %s: a budget of %s%d block%s, expected more than sink + "
+        .. "recent = %d blocks"):format(p.name, p.blocks and "" or x .. " tokens is ",
+        blocks, blocks == 1 and "" or "s", p.sink + p.recent))
     end
   end
 end

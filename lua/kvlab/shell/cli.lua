@@ -2,6 +2,7 @@
 -- kvlab.command_line and runs the verb. verbs.txt lists the options. The front door, the
 -- script ./kvlab, runs first: it answers --help and takes the options of the build.
 local hint = require("kvlab.words").hint
+local number = require "kvlab.number"
 local options = require "kvlab.command_line"
 local secrets = require "kvlab.secrets"
 local sorted = require "kvlab.sorted"
@@ -49,7 +50,7 @@ end
 --- "0.5" is a number, "true" a boolean, anything else a string.
 local function to_value(text)
   if text == "true" then return true elseif text == "false" then return false end
-  return tonumber(text) or text
+  return number.of_text(text) or text
 end
 
 local function add_setting(text)

@@ -124,8 +124,8 @@ function M.check(context, needles)
   end
   local room = context - 1 - NEEDLE * needles - TAIL
   if room < 0 then
-    error(("%d needles of %d tokens and %d of filler in a context of %d"):format(needles,
-      NEEDLE, TAIL, context), 3)
+    error(("context is %d tokens, expected at least %d, for %d needles of %d tokens and "
+      .. "%d of filler"):format(context, context - room, needles, NEEDLE, TAIL), 3)
   end
   return room
 end

@@ -478,6 +478,8 @@ describe("server", function()
     local cost = kv.cost_model.llama_8b_h100(512)
     local function refuses(words, o) raises(words, kv.serve, o) end
     refuses("one of engine", {})
+    refuses("serve: an object came, expected a table of options",
+      setmetatable({ logits = 1 }, { __index = {} }))
     refuses('"prefetch_aheed" is no option, did you mean prefetch_ahead?',
       { cost = cost, prefetch_aheed = 2 })
     refuses("blocks is nil", { cost = cost })
