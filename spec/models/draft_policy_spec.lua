@@ -271,7 +271,7 @@ support.each_device(function(dev)
   end)
 
   it("selects once if it reuses its selection, on " .. dev:name(), function()
-    local calls, selections = 0, {}
+    local calls, selections = 0, 0
     local p = kv.policy("quest", { blocks = 3 })
     local select = p.select_blocks
     function p.select_blocks(...)
@@ -279,31 +279,43 @@ support.each_device(function(dev)
       return select(...)
     end
     local s = open(model, { draft_policy = p, draft_reuse = true, block_size = 4 })
-    local attention = s.engine.attention
-    attention.hooks = { attention_finished = function(ctx)
-      if not ctx.is_draft then return end
-      local pool = ctx.selections[2]
-      local at = pool.taken
-      for _, view in pairs(pool.views[at]) do
-        selections[#selections + 1] = { blocks = view.selection:list(),
-          last = ctx.sequences[1]:blocks() - 1 }
-      end
-    end }
-    for number = 1, 5 do
-      calls, selections = 0, {}
-      round(s, { 5, 5 })
-      assert.equal(model.config.layers, calls, number)
-      assert.equal(5 * calls, #selections)
-      for i = calls + 1, #selections do -- the blocks of the first step and the newest
-        local first, own = selections[(i - 1) % calls + 1], selections[i]
-        local is_there = {}
-        for at = 1, 3 do is_there[first.blocks[at]] = true end
-        for at = 1, 3 do
-          local block = own.blocks[at]
-          assert.is_true(is_there[block] or block >= own.last - 1, i)
+    local attention, first, ends = s.engine.attention, {}, 0
+    local over, over_list = attention.over, attention.over_list
+    function attention.over(self, selection, ctx, ...)
+      if ctx.is_draft then
+        first[ctx.layer] = { lists = selection:list(), n = selection:size(2),
+                             blocks = {} }
+        for _, seq in ipairs(ctx.sequences) do
+          table.insert(first[ctx.layer].blocks, seq:blocks())
         end
       end
+      return over(self, selection, ctx, ...)
     end
+    --- The blocks of the first step, and those that were begun since.
+    function attention.over_list(self, list, ctx, ...)
+      local got, wanted = over_list(self, list, ctx, ...), {}
+      local before, n = first[ctx.layer], first[ctx.layer].n
+      for row = 0, 2 * #ctx.sequences - 1 do
+        local seq, blocks = math.floor(row / 2) + 1, {}
+        for at = n * row + 1, n * row + n do blocks[#blocks + 1] = before.lists[at] end
+        while blocks[#blocks] == -1 do blocks[#blocks] = nil end
+        for block = before.blocks[seq], ctx.sequences[seq]:blocks() - 1 do
+          blocks[#blocks + 1], ends = block, ends + 1
+        end
+        for at = 1, n + 3 do wanted[(n + 3) * row + at] = blocks[at] or -1 end
+      end
+      local lists = kv.from(dev, "i32", { #ctx.sequences, 2, n + 3 }, wanted)
+      assert.same(self:direct(lists, ctx):list(), got:list())
+      selections = selections + 1
+      return got
+    end
+    for number = 1, 5 do
+      calls, selections = 0, 0
+      round(s, { 5, 5 })
+      assert.equal(model.config.layers, calls, number)
+      assert.equal(4 * calls, selections)
+    end
+    assert.is_true(ends > 0)
     s.engine.cache:close()
   end)
 

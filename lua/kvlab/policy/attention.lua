@@ -115,8 +115,7 @@ end
 
 --- Attends over a selection, with a policy's hook or without one. emitters: the hooks of
 -- the policies that emit in a prefill, or nil.
-local function over(self, selection, ctx, out, lse, hook, emitters)
-  if selection then check.selection(ctx, selection) end
+local function over_checked(self, selection, ctx, out, lse, hook, emitters)
   local reader = ctx.is_prefill and self.prefill_reader or self.decode_reader
   if not selection and not hook then ctx = ctx.dense or ctx end
   local counter = self.probe and ctx.reads
@@ -131,6 +130,11 @@ local function over(self, selection, ctx, out, lse, hook, emitters)
     return hook:attend(self, reader, selection, ctx, out, lse)
   end
   return reader:attend(self, selection, ctx, out, lse, hook)
+end
+
+local function over(self, selection, ctx, out, lse, hook, emitters)
+  if selection then check.selection(ctx, selection) end
+  return over_checked(self, selection, ctx, out, lse, hook, emitters)
 end
 
 --- The attention of such a layer, which no policy selects for and no hook changes. If KV
@@ -357,7 +361,8 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft, most)
   end
   self.cache.tier:begin(batch, is_prefill)
   local ctx = begin_context(self, batch, is_prefill, is_draft and draft or nil, most)
-  self.reuse_role = self.reuse and is_draft and self.reuse:role(draft, ctx) or nil
+  self.reuse_role = self.reuse and is_draft
+    and self.reuse:role(draft, ctx, self.draft_rows.open_limit) or nil
   ctx.ends_prompts = self:each_head(ends_prompts)
   if self.evictor then self.evictor:begin(ctx, batch) end
   if ctx.policy.step_begin then ctx.policy:step_begin(ctx) end
@@ -484,8 +489,10 @@ function Attention:forward(layer, q, k, v, out)
   end
   ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, cuts or ctx.batch,
     self.inv_freqs and self.inv_freqs[layer])
-  local hook = ctx.is_prefill and "on_prefill_offload" or "on_decode_offload"
-  call_hook(self, hook, ev, true)
+  if self.reuse_role ~= "again" then -- which asks no policy; the check calls the hook
+    call_hook(self, ctx.is_prefill and "on_prefill_offload" or "on_decode_offload", ev,
+      true)
+  end
   self.cache.tier:appended(layer)
   ctx:begin_layer(layer, q, self.cache:layer(layer))
   local hooks = self.hooks
@@ -529,6 +536,10 @@ function Attention:over(selection, ctx, out, lse)
   return over(self, selection, ctx, out, lse, ctx.policy.hook,
     ctx.is_prefill and self.emitters or nil)
 end
+
+--- The same over lists that may name blocks behind a sequence's last one, which nobody
+-- reads.
+function Attention:over_list(list, ctx, out) return over_checked(self, list, ctx, out) end
 
 --- The same attention, read straight from the cache's memory, wherever it lies, without
 -- changing anything, and without the policy's bias, mask and log_weight. A probe compares

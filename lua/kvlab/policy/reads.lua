@@ -68,14 +68,18 @@ local function blocks_of_text(self, ctx)
   return blocks * self.shape.kv_heads
 end
 
+--- The blocks that sequence i of a step holds.
+local function blocks_held(ctx, i)
+  if ctx.batch and ctx.batch.use_layer then
+    return math.ceil(ctx:held(ctx.layer, i - 1) / ctx.block_size)
+  end
+  return ctx.sequences[i]:blocks()
+end
+
 --- The blocks that a step's sequences hold, over KV heads.
 local function blocks_of(self, ctx)
-  local blocks, seqs = 0, ctx.sequences
-  local by_layer = ctx.batch and ctx.batch.use_layer
-  for i = 1, #seqs do
-    blocks = blocks + (by_layer and math.ceil(ctx:held(ctx.layer, i - 1) / ctx.block_size)
-      or seqs[i]:blocks())
-  end
+  local blocks = 0
+  for i = 1, #ctx.sequences do blocks = blocks + blocks_held(ctx, i) end
   return blocks * self.shape.kv_heads
 end
 
@@ -181,8 +185,12 @@ end
 function Reads:selected(ctx, selection)
   local blocks = 0
   if selection then
-    for _, block in ipairs(selection:list()) do
-      blocks = blocks + (block >= 0 and 1 or 0)
+    local list, each = selection:list(), selection:size(1) * selection:size(2)
+    for i = 1, #ctx.sequences do
+      local there = blocks_held(ctx, i)
+      for at = (i - 1) * each + 1, i * each do
+        blocks = blocks + (list[at] >= 0 and list[at] < there and 1 or 0)
+      end
     end
     blocks = blocks * self.shape.kv_heads / selection:size(1)
   else

@@ -7,9 +7,10 @@ local tensor = require "kvlab.tensor.arithmetic"
 local M = {}
 
 ---@class kvlab.Reuse
----@field kept table  by shape and layer: marks of the blocks that the first step of the
---                    last draft of this shape selected, false where it selected nothing.
---                    A replay runs no Lua, but it writes the same marks
+---@field lists table  by shape and length of a draft, by layer: what the first step of
+--                     the last such draft selected, and the blocks that it may begin.
+--                     false: it selected nothing. A replay runs no Lua, but it writes the
+--                     same lists
 local Reuse = {}
 Reuse.__index = Reuse
 
@@ -24,67 +25,89 @@ function M.expect_policy(p)
 end
 
 ---@return kvlab.Reuse
-function M.new() return setmetatable({ kept = {} }, Reuse) end
+function M.new() return setmetatable({ lists = {} }, Reuse) end
 
 --- What a step of a draft does: the first one selects, and a later one with the same
 -- sequences reads what the first one selected. nil: it selects for itself.
----@param step integer  of the draft
+---@param step integer   of the draft
+---@param limit integer  the most blocks that its tokens can lie in
 ---@return string|nil  first, again
-function Reuse:role(step, ctx)
+function Reuse:role(step, ctx, limit)
   if step == 1 then
-    self.shape_number, self.seqs = ctx.shape_number, ctx.seqs
+    local key = ("%d, %d"):format(ctx.shape_number, limit)
+    local kept = self.lists[key] or { next = {} }
+    self.lists[key], self.kept = kept, kept
+    self.seqs, self.more, self.is_written = ctx.seqs, limit - 1, {}
     return "first"
   end
   return self.seqs == ctx.seqs and "again" or nil
 end
 
-local function new_marks(ctx, heads)
-  return tensor.tensor(ctx.device, "f32", { ctx.seqs, heads, ctx.width })
+local function new_list(ctx, heads, n)
+  return tensor.tensor(ctx.device, "i32", { ctx.seqs, heads, n })
 end
 
---- Keeps a layer's selection.
-local function keep(self, ctx, selection)
-  local kept = self.kept[ctx.shape_number] or {}
-  self.kept[ctx.shape_number] = kept
-  if selection then
-    local marks = kept[ctx.layer]
-      or tensor.lasting(new_marks, ctx, tonumber(selection.sizes[1]))
-    kept[ctx.layer] = marks
-    marks:copy_(ctx:mark(selection))
-  else
-    kept[ctx.layer] = false
+local function write_next(ctx, next)
+  local blocks = (ctx.lens:reshape { ctx.seqs, 1, 1 } + (ctx.block_size - 1))
+    / ctx.block_size
+  local after = tensor.arange(ctx.device, "i32", next:size(2))
+  tensor.zeros(ctx.device, "i32", next:dims()):add(blocks, next)
+  next:add(after:reshape { 1, 1, next:size(2) }, next)
+end
+
+--- The blocks that a draft may begin, for lists of `heads` heads: i32 [seqs, heads,
+-- more].
+local function next_blocks(self, ctx, heads)
+  local next = self.kept.next[heads]
+    or tensor.lasting(new_list, ctx, heads, self.more)
+  self.kept.next[heads] = next
+  if not self.is_written[heads] then tensor.scope(write_next, ctx, next) end
+  self.is_written[heads] = true
+  return next
+end
+
+--- Writes a selection, and behind its `counts` blocks those that the draft may begin. A
+-- later step ignores those of them that it has not begun.
+local function write_list(self, ctx, list, selection, counts)
+  local heads, n, more = selection:size(1), selection:size(2), self.more
+  if more == 0 then
+    list:copy_(selection)
+    return
   end
-end
-
-local function widened(marks, ctx, scores)
-  local rows, width = marks:size(0) * marks:size(1), marks:size(2)
-  local columns = tensor.arange(ctx.device, "i32", ctx.width):reshape { 1, ctx.width }
-    :add(tensor.zeros(ctx.device, "i32", { rows, 1 }))
-  marks:reshape { rows, width }:gather(columns, scores:reshape { rows, ctx.width })
-end
-
---- Scores that select the marked blocks: 0, and -inf for the others. A batch may have
--- more columns than in the first step.
-local function scores_of(marks, ctx)
-  local scores = ctx:new_scores(marks:size(1))
-  if marks:size(2) == ctx.width then return marks:log(scores) end
-  tensor.scope(widened, marks, ctx, scores)
-  return scores:log(scores)
+  local rows, none = ctx.seqs * heads, self.kept.none
+  none = none and none:size(1) == heads and none
+    or tensor.lasting(tensor.full, ctx.device, "i32", { ctx.seqs, heads, more }, -1)
+  self.kept.none = none
+  tensor.cat({ selection, none }, 2, list)
+  local columns = (counts or selection:ge(0):cast "i32":sum(-1)):reshape { rows, 1 }
+  if more > 1 then
+    columns = columns + tensor.arange(ctx.device, "i32", more):reshape { 1, more }
+  end
+  list:reshape { rows, n + more }
+    :scatter_(columns, next_blocks(self, ctx, heads):reshape { rows, more })
 end
 
 --- In place of the policy's compute_decode in the first step.
 function Reuse:first(p, attention, ctx, out)
   local selection, counts = p:select_blocks(ctx)
-  keep(self, ctx, selection)
+  local list = false
+  if selection then
+    local heads, n = selection:size(1), selection:size(2) + self.more
+    list = self.kept[ctx.layer]
+    if not list or list:size(1) ~= heads or list:size(2) ~= n then
+      list = tensor.lasting(new_list, ctx, heads, n)
+    end
+    tensor.scope(write_list, self, ctx, list, selection, counts)
+  end
+  self.kept[ctx.layer] = list
   return attention:over(selection, ctx, out), selection, counts
 end
 
 --- The same in a later step.
-function Reuse:again(p, attention, ctx, out)
-  local marks = self.kept[self.shape_number][ctx.layer]
-  if not marks then return attention:over(nil, ctx, out) end
-  local selection, counts = ctx:select(scores_of(marks, ctx), p.budget)
-  return attention:over(selection, ctx, out), selection, counts
+function Reuse:again(_, attention, ctx, out)
+  local list = self.kept[ctx.layer]
+  if not list then return attention:over(nil, ctx, out) end
+  return attention:over_list(list, ctx, out), list
 end
 
 return M
