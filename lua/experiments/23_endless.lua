@@ -52,6 +52,9 @@ local function new_ids(engine, seqs)
   return kv.full(engine.model.device, "i32", { #seqs }, 1)
 end
 
+--- The steps of full attention that are timed in each window.
+local function steps_of_full(config) return config.steps > 0 and config.steps or 32 end
+
 --- Full attention: at the middle of each window.
 local function run_full(engine, seqs, config)
   local ms, ids = {}, new_ids(engine, seqs)
@@ -64,7 +67,7 @@ local function run_full(engine, seqs, config)
       seq:extend(config.context + middle)
     end
     ids = warm(engine, seqs, ids)
-    ms[i], ids = time_steps(engine, seqs, ids, config.steps > 0 and config.steps or 32)
+    ms[i], ids = time_steps(engine, seqs, ids, steps_of_full(config))
   end
   return ms
 end
@@ -115,10 +118,11 @@ local function run(config)
   local is_full, size = config.policy == "full", config.block_size
   local text = math.ceil((context + config.generate) / size) + 1
   local held = math.ceil(math.max(context, config.tokens) / size) + 1
+  local room = text + math.ceil((WARM + steps_of_full(config)) / size)
   local engine = model:engine { graph = true, max_seqs = count, block_size = size,
     chunk = math.min(context, 2048), format = config.cache, policy = policy_of(config),
-    tables = is_full and "one" or config.tables, max_blocks = is_full and text or held,
-    blocks = is_full and count * text or (count + 1) * held }
+    tables = is_full and "one" or config.tables, max_blocks = is_full and room or held,
+    blocks = is_full and count * room or (count + 1) * held }
   local cache, seqs = engine.cache, {}
   local each = is_full and 1 or cache.pages / cache.blocks
   local start = now_s()

@@ -98,4 +98,12 @@ describe("experiment #release", function()
       assert.is_true(held.tova < held.snapkv and held.snapkv < 0.6, name)
     end
   end)
+
+  it("23_endless holds a budget of tokens, and all of the text without one", function()
+    local rows = run("23_endless", "--set steps=0 --set policy=full,tova")
+    local full, tova = rows[1].metrics, rows[2].metrics
+    assert.same({ 1, 0 }, { full.held_share, full.moved_share })
+    assert.is_true(full.tokens_s > 0 and tova.tokens_s > 0)
+    assert.is_true(tova.held_share < 0.25 and tova.pages_share < 0.3)
+  end)
 end)
