@@ -2,25 +2,59 @@
 local files = require "kvlab.files"
 local json = require "kvlab.json"
 local kv = require "kvlab"
+local plans = require "kvlab.experiment.plan"
 local temporary = require "spec.temporary"
+
+local EXPERIMENTS = kv.paths.root .. "/lua/experiments/"
+
+--- Why an experiment's plan is refused; nothing is run.
+local function refusal(name, set)
+  local run, spec = kv.experiment.run, nil
+  kv.experiment.run = function(given) spec = given end
+  local ok, why = pcall(dofile, EXPERIMENTS .. name .. ".lua")
+  kv.experiment.run = run
+  assert(ok, why)
+  ok, why = pcall(plans.new, spec, { quick = true, seed = 0, set = set })
+  return not ok and why or "nothing is refused"
+end
+
+describe("an experiment", function()
+  it("refuses what it cannot take before the first row", function()
+    local refused = {
+      { "22_evictions", "context", 256, "expected at least 257, for 32 needles" },
+      { "23_endless", "prompts", "2x64,0x64", '"0x64", expected SEQUENCESxTOKENS' },
+      { "24_heads", "recent", 4096, "recent 4096, expected less together than" },
+      { "20_tokens_per_second", "memory", "hot", "policy is full, expected one that" },
+      { "02_offload_bytes", "context", "1024,0x400", '"0x400", expected a number' },
+    }
+    for _, file in ipairs(files.list(EXPERIMENTS)) do
+      local name = file:match "^(%d.*)%.lua$"
+      local text = name and files.read(EXPERIMENTS .. file) or ""
+      local first = text:match '{ "policy", { "(%l+)"'
+        or text:find '{ "policy",' and "full"
+      if first then
+        table.insert(refused, { name, "policy", first .. ",nope", "nope" })
+      end
+    end
+    assert.is_true(#refused > 15, #refused)
+    for _, case in ipairs(refused) do
+      local why = refusal(case[1], { [case[2]] = case[3] })
+      assert.truthy(why:find(case[4], 1, true), case[1] .. ": " .. why)
+    end
+  end)
+end)
 
 describe("experiment #release", function()
   local it = kv.paths.executable and it or pending
 
-  --- Starts one; returns its folder and what it prints.
-  local function start(name, options)
+  --- Runs one and returns its rows.
+  local function run(name, options)
     local out = temporary.folder()
     local pipe = io.popen(("'%s' run '%s/lua/experiments/%s.lua' --device=cpu --quick "
       .. "--out='%s' %s 2>&1; echo status $?"):format(kv.paths.executable, kv.paths.root,
       name, out, options))
     local printed = pipe:read "*a"
     pipe:close()
-    return out, printed
-  end
-
-  --- Runs one and returns its rows.
-  local function run(name, options)
-    local out, printed = start(name, options)
     assert.matches("status 0\n$", printed)
     local rows = {}
     for line in files.read(out .. "/results.jsonl"):gmatch "[^\n]+" do
@@ -28,33 +62,6 @@ describe("experiment #release", function()
     end
     return rows, printed
   end
-
-  it("refuses what it cannot take before the first row", function()
-    local refused = {
-      { "22_evictions", "context=256", "expected at least 257, for 32 needles" },
-      { "23_endless", "prompts=2x64,0x64", '"0x64", expected SEQUENCESxTOKENS' },
-      { "24_heads", "recent=4096", "recent 4096, expected less together than" },
-      { "20_tokens_per_second", "memory=hot", "policy is full, expected one that" },
-      { "02_offload_bytes", "context=1024,0x400", '"0x400", expected a number' },
-    }
-    for _, name in ipairs(files.list(kv.paths.root .. "/lua/experiments")) do
-      local text = name:find "^%d" and files.read(kv.paths.root .. "/lua/experiments/"
-        .. name) or ""
-      local first = text:match '{ "policy", { "(%l+)"'
-        or text:find '{ "policy",' and "full"
-      if first then
-        table.insert(refused, { name:gsub("%.lua$", ""),
-          ("policy=%s,nope"):format(first), "nope" })
-      end
-    end
-    assert.is_true(#refused > 15, #refused)
-    for _, case in ipairs(refused) do
-      local out, printed = start(case[1], "--set " .. case[2])
-      assert.truthy(printed:find(case[3], 1, true), printed)
-      assert.matches("status 1\n$", printed)
-      assert.is_nil(files.read(out .. "/results.jsonl"), printed)
-    end
-  end)
 
   it("07_hash_bits counts what hashes find, and not what it reads itself", function()
     local rows = run("07_hash_bits", "--set bits=64 --set budget=0.3 --set context=512 "

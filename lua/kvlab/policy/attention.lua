@@ -770,6 +770,7 @@ arguments.methods(Attention, "an attention", {
                   prev_lse = some, listed = some },
   over_tokens = { listed = kinds.tensor, ctx = objects.layer_context, out = some,
                   lse = some },
+  over_list = { list = kinds.tensor, ctx = objects.layer_context, out = some },
   scratch = { ctx = objects.layer_context },
   request_begin = OF_SEQUENCE, request_finished = OF_SEQUENCE,
   show_layer = { layer = options.whole, blocks = objects.blocks,

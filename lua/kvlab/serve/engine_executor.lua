@@ -91,11 +91,11 @@ end
 -- Its attention is the engine's if it names none.
 function EngineExecutor:admit_keys(r, o)
   local vocab = self.engine.model.config.vocab
-  if not r.tokens then error("request: tokens is missing", 3) end
+  if not r.tokens then options.fail "request: tokens is missing, expected ids" end
   for i, id in ipairs(r.tokens) do
     if type(id) ~= "number" or id < 0 or id >= vocab or id % 1 ~= 0 then
-      error(("request: token %d is %s, expected 0 ... %d"):format(i - 1, tostring(id),
-        vocab - 1), 3)
+      options.fail(("request: token %d is %s, expected 0 ... %d"):format(i - 1,
+        tostring(id), vocab - 1))
     end
   end
   local attention, d = r.attention or self.engine.attention, r.draft
