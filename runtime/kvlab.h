@@ -502,6 +502,12 @@ int kvl_sequences_step(kvl_sequence *const *seqs, const int32_t *tokens, int n, 
  * change the order of a KV head's blocks. Memory of int8 is u8 [blocks, ...]; its format must
  * be given, and block_size is a multiple of 8.
  *
+ * A format may say that a value is the first value_dim numbers of its key, as that of a latent
+ * is (is_shared). Its pages hold keys alone, of f32, f16 or bf16; key_dim and value_dim are
+ * multiples of 8, key_dim up to 576. On a CPU, kvl_append_kv, kvl_read_blocks and
+ * kvl_paged_attention take such pages; value_dim is the length of what they give. Everywhere
+ * else they are refused.
+ *
  * cache, q, k, v, out and summary begin at a multiple of 16 bytes.
  *
  * tables is i32 [seqs, max_blocks]: the physical blocks of each sequence in logical order.
@@ -517,7 +523,7 @@ int kvl_pages_of(const kvl_tensor *cache, const kvl_format *format, kvl_pages *o
 
 /* cache[place] = k, v. A token whose place is < 0 is skipped.
  *  k, v              like cache or f32 (f8e4m3 cache: f32 f16 bf16)
- *                    [tokens, kv_heads, head_dim]
+ *                    [tokens, kv_heads, head_dim]   v is NULL if values are shared
  *  places             i64 [tokens]  the place of each token, block * block_size + offset */
 int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *places,
                   const kvl_tensor *cache, const kvl_format *format);
@@ -539,8 +545,8 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tens
 /* Reads the keys and values of some blocks out of their pages. They are in the units of the
  * cache: a format's scales by KV head are not applied.
  *  blocks  i32  [n]   physical blocks; for -1 and any other number that is no block: zeros
- *  k, v    f32 f16 bf16, or like cache  [n, kv_heads, block_size, head_dim]   one dtype;
- *               either may be NULL */
+ *  k, v    f32 f16 bf16, or like cache  [n, kv_heads, block_size, head_dim or value_dim]
+ *               one dtype; either may be NULL */
 int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
                     const kvl_tensor *blocks, const kvl_tensor *k, const kvl_tensor *v);
 

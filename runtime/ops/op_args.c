@@ -36,6 +36,22 @@ static kvl_format format_of(const kvl_tensor *memory) {
                       .value_dim = dim};
 }
 
+/* Values are rows of their own, as long as keys, or the first numbers of their keys. */
+static void expect_values(struct kvl__call *c, const char *name, const kvl_format *f) {
+  if (!f->is_shared && f->value_dim != f->key_dim)
+    kvl__call_fail(c, "%s has keys of %d numbers and values of %d, expected values like keys",
+                   name, f->key_dim, f->value_dim);
+  if (!f->is_shared) return;
+  if (f->value_dim < 8 || f->value_dim > f->key_dim || f->value_dim % 8)
+    kvl__call_fail(c,
+                   "%s has values of %d numbers, expected a multiple of 8 from 8 to the "
+                   "%d of a key, of which they are the first",
+                   name, f->value_dim, f->key_dim);
+  if (kvl__bits(f->codec) == 8 || f->k_scale || f->v_scale)
+    kvl__call_fail(c, "%s is %s with shared values, expected f32, f16 or bf16", name,
+                   codec_name(f->codec));
+}
+
 static void expect_format(struct kvl__call *c, const char *name, const kvl_format *f) {
   if (!is_codec(f->codec))
     kvl__call_fail(c, "%s has codec %d, expected 0 ... %d or %d", name, f->codec,
@@ -44,9 +60,7 @@ static void expect_format(struct kvl__call *c, const char *name, const kvl_forma
     kvl__call_fail(c, "%s has %d kv_heads, expected 0 or more", name, f->kv_heads);
   if (f->block_size < 1 || f->block_size > 4096)
     kvl__call_fail(c, "block_size is %d, expected 1 ... 4096", f->block_size);
-  if (f->value_dim != f->key_dim || f->is_shared)
-    kvl__call_fail(c, "%s has keys of %d numbers and %s of %d, expected values like keys",
-                   name, f->key_dim, f->is_shared ? "shared values" : "values", f->value_dim);
+  if (c->status >= 0) expect_values(c, name, f);
   if (c->status >= 0 && kvl__bits(f->codec) == 8 && f->key_dim % 16)
     kvl__call_fail(c, "head_dim is %d, expected a multiple of 16 for an %s %s", f->key_dim,
                    codec_name(f->codec), name);
@@ -85,6 +99,7 @@ static void expect_memory(struct kvl__call *c, const char *name, const kvl_tenso
   kvl__bind(c, name, "kv_heads", f->kv_heads);
   kvl__bind(c, name, "block_size", f->block_size);
   kvl__bind(c, name, "head_dim", f->key_dim);
+  kvl__bind(c, name, "value_dim", f->value_dim);
   const int64_t page = kvl__pages(f).bytes_page;
   const int64_t bytes = memory->count * kvl_dtype_bytes(memory->dtype);
   if (bytes != memory->shape[0] * page)
@@ -92,9 +107,9 @@ static void expect_memory(struct kvl__call *c, const char *name, const kvl_tenso
                    (long long)bytes, (long long)memory->shape[0], (long long)page);
 }
 
-struct kvl_pages kvl__pages_arg(struct kvl__call *c, const char *name,
-                                const kvl_tensor *memory, const kvl_format *format,
-                                const char *shape) {
+struct kvl_pages kvl__any_pages_arg(struct kvl__call *c, const char *name,
+                                    const kvl_tensor *memory, const kvl_format *format,
+                                    const char *shape) {
   struct kvl_pages view = {0};
   kvl_format plain;
   if (format) {
@@ -104,14 +119,35 @@ struct kvl_pages kvl__pages_arg(struct kvl__call *c, const char *name,
     plain = format_of(memory), format = &plain;
     kvl__expect_head_dim(c);
     expect_format(c, name, format);
+    kvl__bind(c, name, "value_dim", format->value_dim);
   }
-  kvl__expect_head_dim(c);
+  if (c->status >= 0 && format->is_shared) {
+    if (format->key_dim > KVL__LATENT_MAX || format->key_dim % 8)
+      kvl__call_fail(c, "head_dim is %d, expected a multiple of 8 up to %d", format->key_dim,
+                     KVL__LATENT_MAX);
+    if (!kvl_device_is_cpu(c->device))
+      kvl__call_fail(c,
+                     "%s has shared values on %s, expected the CPU: no kernel of a GPU "
+                     "reads them yet",
+                     name, kvl_device_name(c->device));
+  } else {
+    kvl__expect_head_dim(c);
+  }
   if (c->status < 0) return view;
   view = kvl__pages(format);
   view.memory = memory->ptr;
   view.blocks = memory->shape[0];
   view.pinned = kvl_tensor_is_pinned(memory);
   scale_args(c, &view, format);
+  return view;
+}
+
+struct kvl_pages kvl__pages_arg(struct kvl__call *c, const char *name,
+                                const kvl_tensor *memory, const kvl_format *format,
+                                const char *shape) {
+  const struct kvl_pages view = kvl__any_pages_arg(c, name, memory, format, shape);
+  if (c->status >= 0 && format && format->is_shared)
+    kvl__call_fail(c, "%s has shared values, expected values of their own", name);
   return view;
 }
 

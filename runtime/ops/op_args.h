@@ -12,6 +12,12 @@
 struct kvl_pages kvl__pages_arg(struct kvl__call *c, const char *name,
                                 const kvl_tensor *memory, const kvl_format *format,
                                 const char *shape);
+/* The same for ops that also know values which are the first numbers of their keys; on a CPU
+ * there are kernels for them. */
+enum { KVL__LATENT_MAX = 576 };
+struct kvl_pages kvl__any_pages_arg(struct kvl__call *c, const char *name,
+                                    const kvl_tensor *memory, const kvl_format *format,
+                                    const char *shape);
 /* Expects that two memories have pages of one format. */
 void kvl__expect_same_pages(struct kvl__call *c, const char *name, const struct kvl_pages *p,
                             const struct kvl_pages *other);

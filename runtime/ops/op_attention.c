@@ -12,9 +12,16 @@
 /* The dtypes of a result that may be f32 or like t. */
 static unsigned like_or_f32(const kvl_tensor *t) { return kvl__like(t) | KVL__F32; }
 
+static const char CACHE[] = "blocks 2 kv_heads block_size head_dim";
+
 static struct kvl_pages cache_arg(struct kvl__call *c, const kvl_tensor *cache,
                                   const kvl_format *format) {
-  return kvl__pages_arg(c, "cache", cache, format, "blocks 2 kv_heads block_size head_dim");
+  return kvl__pages_arg(c, "cache", cache, format, CACHE);
+}
+/* The same for an op that knows shared values, too. */
+static struct kvl_pages any_cache_arg(struct kvl__call *c, const kvl_tensor *cache,
+                                      const kvl_format *format) {
+  return kvl__any_pages_arg(c, "cache", cache, format, CACHE);
 }
 
 int kvl_pages_of(const kvl_tensor *cache, const kvl_format *format, kvl_pages *out) {
@@ -28,12 +35,20 @@ int kvl_pages_of(const kvl_tensor *cache, const kvl_format *format, kvl_pages *o
 int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *places,
                   const kvl_tensor *cache, const kvl_format *format) {
   struct kvl__call c = {.op = "append_kv"};
-  struct kvl_pages view = cache_arg(&c, cache, format);
+  struct kvl_pages view = any_cache_arg(&c, cache, format);
+  const int is_shared = format && format->is_shared;
   kvl__vector_arg(&c, "k", k, kvl__rows_of(view.codec), "tokens kv_heads head_dim");
-  kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
+  if (is_shared && v)
+    kvl__call_fail(&c, "v is given, expected none: values are the first numbers of keys");
+  if (!is_shared) kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
   kvl__arg(&c, "places", places, KVL__I64, "tokens");
   if (c.status < 0) return c.status;
-  struct kvl_append_kv_args args = {view, k->ptr, v->ptr, places->ptr, k->shape[0], k->dtype};
+  struct kvl_append_kv_args args = {.cache = view,
+                                    .k = k->ptr,
+                                    .v = v ? v->ptr : NULL,
+                                    .places = places->ptr,
+                                    .tokens = k->shape[0],
+                                    .dtype = k->dtype};
   return KVL__LAUNCH(&c, append_kv, args);
 }
 
@@ -55,13 +70,13 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tens
 
 int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
                     const kvl_tensor *blocks, const kvl_tensor *k, const kvl_tensor *v) {
-  static const char shape[] = "n kv_heads block_size head_dim";
   struct kvl__call c = {.op = "read_blocks"};
-  struct kvl_pages view = cache_arg(&c, cache, format);
+  struct kvl_pages view = any_cache_arg(&c, cache, format);
   kvl__arg(&c, "blocks", blocks, KVL__I32, "n");
   const unsigned dtypes = kvl__read_of(view.codec);
-  int given = kvl__vector_arg(&c, "k?", k, dtypes, shape);
-  given += kvl__vector_arg(&c, "v?", v, k ? kvl__like(k) : dtypes, shape);
+  int given = kvl__vector_arg(&c, "k?", k, dtypes, "n kv_heads block_size head_dim");
+  given += kvl__vector_arg(&c, "v?", v, k ? kvl__like(k) : dtypes,
+                           "n kv_heads block_size value_dim");
   if (kvl_tensor_is_frozen(k) || kvl_tensor_is_frozen(v))
     kvl__call_fail(&c, "%s is frozen, expected a tensor that may be written",
                    kvl_tensor_is_frozen(k) ? "k" : "v");
@@ -117,7 +132,7 @@ int kvl_paged_attention(const kvl_attention *a) {
                                                       .causal = a->causal != 0,
                                                       .window = a->window}};
   struct kvl_paged_attention_args *args = &hooked.base;
-  args->cache = cache_arg(&c, a->cache, a->format);
+  args->cache = any_cache_arg(&c, a->cache, a->format);
   kvl__vector_arg(&c, "q", a->q, kvl__rows_of(args->cache.codec), "tokens heads head_dim");
   if (a->window < 0) kvl__call_fail(&c, "window is %d, expected >= 0", a->window);
   if (!(a->soft_cap >= 0 && a->soft_cap < INFINITY))
@@ -157,7 +172,7 @@ int kvl_paged_attention(const kvl_attention *a) {
     args->slots = a->slots->ptr;
     args->slot_heads = list_heads(&c, "slots are", "slot_heads", args);
   }
-  if (kvl__vector_arg(&c, "prev_out?", a->prev_out, KVL__F32, "tokens heads head_dim"))
+  if (kvl__vector_arg(&c, "prev_out?", a->prev_out, KVL__F32, "tokens heads value_dim"))
     args->prev_out = a->prev_out->ptr;
   if (kvl__arg(&c, "prev_lse?", a->prev_lse, KVL__F32, "tokens heads"))
     args->prev_lse = a->prev_lse->ptr;
@@ -167,7 +182,7 @@ int kvl_paged_attention(const kvl_attention *a) {
   if (a->prev_lse && a->lse && a->prev_lse->ptr == a->lse->ptr)
     kvl__call_fail(&c, "lse is prev_lse, expected another tensor");
   if (kvl__arg(&c, "alibi?", a->alibi, KVL__F32, "heads")) args->alibi = a->alibi->ptr;
-  kvl__vector_arg(&c, "out", a->out, like_or_f32(a->q), "tokens heads head_dim");
+  kvl__vector_arg(&c, "out", a->out, like_or_f32(a->q), "tokens heads value_dim");
   if (kvl__arg(&c, "lse?", a->lse, KVL__F32, "tokens heads")) args->lse = a->lse->ptr;
   args->max_blocks = kvl__dim(&c, "max_blocks");
   if (kvl__arg(&c, "tree?", a->tree, KVL__U64, "tokens words")) {

@@ -21,6 +21,7 @@
 --   forget   nothing is left of the keys that no row's window has: their blocks are not
 --            in the tables
 --   dtype    of the cache; "int8": its format
+--   value_dim  values are the first numbers of their keys, so many
 --   poison   V of these keys, counted from a sequence's end (1: the last), is NaN, inf
 --            and -inf in turn; f8e4m3 and int8 have no infinities
 local kv = require "kvlab"
@@ -143,6 +144,36 @@ local function forget_blocks(c, paged, starts)
   end
 end
 
+--- Puts the first numbers of each key in the place of its value, and zeros behind them.
+-- The reference then gives zeros there, too.
+local function share_values(c, layout, memory)
+  local dim, strip = layout.head_dim, layout.block_size * layout.head_dim
+  local half = layout.kv_heads * strip
+  for page = 0, #memory - 1, 2 * half do
+    for i = 0, half - 1 do
+      memory[page + half + i + 1] = i % dim < c.value_dim and memory[page + i + 1] or 0
+    end
+  end
+end
+
+--- The keys of memory with keys and values: a tensor of pages of keys alone.
+local function keys_alone(dev, c, layout, memory)
+  local half, keys = layout.kv_heads * layout.block_size * layout.head_dim, {}
+  for page = 0, #memory - 1, 2 * half do
+    for i = 1, half do keys[#keys + 1] = memory[page + i] end
+  end
+  return support.from(dev, c.dtype or "f32", { #keys / half, half }, keys)
+end
+
+--- The first n of every `dim` numbers.
+local function cut(flat, dim, n)
+  local out = {}
+  for i, x in ipairs(flat) do
+    if (i - 1) % dim < n then out[#out + 1] = x end
+  end
+  return out
+end
+
 local POISON = { NAN, INF, -INF }
 
 --- Writes the poison into V of the cache, in every KV head; one key has all its dims
@@ -154,7 +185,8 @@ local function poison_values(c, paged)
       local p = len - back
       local entry = (s - 1) * paged.max_blocks + math.floor(p / c.block_size) + 1
       for h = 0, p >= 0 and layout.kv_heads - 1 or -1 do
-        local lane = (paged.tables[entry] * 2 + 1) * layout.kv_heads + h
+        local half = c.value_dim and 0 or 1
+        local lane = (paged.tables[entry] * 2 + half) * layout.kv_heads + h
         local at = (lane * c.block_size + p % c.block_size) * layout.head_dim
         for d = 1, layout.head_dim, (i % 2 == 1 or c.dtype == "int8") and 1 or 3 do
           cache[at + d] = (c.dtype == "f8e4m3" or c.dtype == "int8") and NAN
@@ -233,6 +265,7 @@ M.inputs = support.latest(function(c)
   a.parents, tree, tree_words = tree_of(c, starts)
   if c.forget then forget_blocks(c, paged, starts) end
   if c.poison then poison_values(c, paged) end
+  if c.value_dim then share_values(c, paged.layout, paged.cache) end
   local inputs = { paged = paged, q = q, tokens = tokens, a = a, selection = selection,
                    tree = tree, tree_words = tree_words, listed = a.listed }
   if c.slots and c.listed then
@@ -240,7 +273,9 @@ M.inputs = support.latest(function(c)
   elseif c.slots then
     inputs.slots, inputs.memory, inputs.blocks, a.selection = place_in_slots(c, a)
   end
-  if c.prev then inputs.prev_out, inputs.prev_lse = previous(tokens, heads, dim) end
+  if c.prev then
+    inputs.prev_out, inputs.prev_lse = previous(tokens, heads, c.value_dim or dim)
+  end
   return inputs
 end)
 
@@ -248,9 +283,11 @@ end)
 M.expected = support.once(function(c)
   local inputs = M.inputs(c)
   local out, lse = reference.paged_attention(inputs.a)
+  local dim = inputs.a.layout.head_dim
+  if c.value_dim then out = cut(out, dim, c.value_dim) end
   if c.prev then
     out, lse = reference.merge(out, lse, inputs.prev_out, inputs.prev_lse,
-      inputs.a.layout.head_dim)
+      c.value_dim or dim)
   end
   return out, lse
 end)
@@ -270,6 +307,12 @@ local function tensors(dev, c, inputs)
       cache = support.from(dev, c.dtype or "f32", dims, inputs.memory)
     end
   end
+  if c.value_dim then
+    cache = keys_alone(dev, c, layout, inputs.memory or inputs.paged.cache)
+    format = kv.format { codec = c.dtype or "f32", kv_heads = layout.kv_heads,
+      block_size = layout.block_size, head_dim = layout.head_dim,
+      value_dim = c.value_dim }
+  end
   if c.slots then tables:fill_(-1) end
   return { q = inputs.q:to(dev), cache = cache, tables = tables, lens = lens,
     starts = optional("i32", { #c.lens + 1 }, a.starts),
@@ -277,8 +320,8 @@ local function tensors(dev, c, inputs)
     format = format or support.format_of(cache,
       optional("f32", { layout.kv_heads }, a.k_scale), optional("f32", { layout.kv_heads
       }, a.v_scale)),
-    prev_out = optional("f32", { inputs.tokens, a.heads, layout.head_dim },
-      inputs.prev_out),
+    prev_out = optional("f32", { inputs.tokens, a.heads,
+      c.value_dim or layout.head_dim }, inputs.prev_out),
     tree = optional("u64", { inputs.tokens, inputs.tree_words }, inputs.tree),
     prev_lse = optional("f32", { inputs.tokens, a.heads }, inputs.prev_lse) }
 end
@@ -315,7 +358,7 @@ function M.run(dev, c)
   local a, t = inputs.a, tensors(dev, c, inputs)
   local list_shape = { c.listed and inputs.tokens or #c.lens, a.selection_heads,
     a.max_selected }
-  local shape = { inputs.tokens, a.heads, a.layout.head_dim }
+  local shape = { inputs.tokens, a.heads, c.value_dim or a.layout.head_dim }
   local parts = deal(c, inputs)
   for i, part in ipairs(parts) do
     t.selection = part.selection and kv.from(dev, "i32", list_shape, part.selection)

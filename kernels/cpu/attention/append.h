@@ -91,9 +91,9 @@ static inline int append_run(const struct append *a, void *queue) {
     for (int64_t head = 0; head < to->kv_heads; head++)
       for (int64_t t = 0; t < a->tokens; t++) rows += append_block(a, head, t) >= 0;
     kvl__link_bytes(queue, KVL_LINK_TO_HOST,
-                    rows * (kvl__bytes_token(&to->key) + kvl__bytes_token(&to->value)));
+                    rows * kvl__bytes_token(&to->key) * (kvl__strips(to) / to->kv_heads));
   }
-  return kvl__split(2 * to->kv_heads, kvl__grain_rows(a->tokens * to->key.dim), append_piece,
+  return kvl__split(kvl__strips(to), kvl__grain_rows(a->tokens * to->key.dim), append_piece,
                     a);
 }
 

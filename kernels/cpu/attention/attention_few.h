@@ -179,12 +179,13 @@ struct unpacked {
 static KVL_APART void attend_tiles(const struct task *t, struct key_walk walk, struct sums *s,
                                    struct unpacked *room) {
   const int dim = t->args->cache.key.dim, padded = dim_padded(dim);
+  const int value_dim = t->args->cache.value.dim, value_padded = dim_padded(value_dim);
   const int codec = t->args->cache.codec, dtype = rows_dtype(codec);
   const int rows = dot_rows(t->rows);
   const int64_t value = room ? (char *)room->v - (char *)room->k : walk.value;
   const int all = (t->rows + rows - 1) / rows * rows;
   add_function *add = add_function_of(rows, dtype), *add_row = add_function_of(1, dtype);
-  float q[FEW_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64)));
+  float q[FEW_ROWS * LATENT_MAX] __attribute__((aligned(64)));
   float p[FEW_ROWS * TILE_KEYS] __attribute__((aligned(64)));
   float keep[FEW_ROWS] = {0}, scale = query_scale(t);
   struct key_tile tiles[2], *now = tiles, *next = tiles + 1;
@@ -194,7 +195,7 @@ static KVL_APART void attend_tiles(const struct task *t, struct key_walk walk, s
   for (int i = 0; i < t->rows; i++)
     load_query(t->args->q, task_token(t, i) * t->args->heads + task_head(t, i), dim, scale,
                t->args->dtype, dtype, q + i * padded);
-  sums_clear(s, all, padded);
+  sums_clear(s, all, value_padded);
 
   walk_tile(&walk, now);
   for (int k = 0; k < now->n; k++) {
@@ -228,22 +229,23 @@ static KVL_APART void attend_tiles(const struct task *t, struct key_walk walk, s
     for (int r = 0; r < t->rows; r++) keep[r] = softmax_row(t, r, now, p + r * TILE_KEYS, s);
     for (int r = 0; r < all; r += rows) {
       float *pr = p + r * TILE_KEYS;
-      float *values = s->values + r * padded;
+      float *values = s->values + r * value_padded;
       if (!some_are_zero(pr, now->n, t->rows - r < rows ? t->rows - r : rows)) {
-        add(pr, keep + r, now, ahead, value, dim, values);
+        add(pr, keep + r, now, ahead, value, value_dim, values);
         continue;
       }
       for (int i = 0; i < rows && r + i < t->rows; i++) {
         const struct key_tile seen = without_zeros(now, pr + i * TILE_KEYS);
-        add_row(pr + i * TILE_KEYS, keep + r + i, &seen, ahead, value, dim,
-                values + i * padded);
+        add_row(pr + i * TILE_KEYS, keep + r + i, &seen, ahead, value, value_dim,
+                values + i * value_padded);
       }
     }
     struct key_tile *done = now;
     now = next;
     next = done;
   }
-  for (int r = 0; r < t->rows; r++) restore_row(s->values + r * padded, dim, dtype);
+  for (int r = 0; r < t->rows; r++)
+    restore_row(s->values + r * value_padded, value_dim, dtype);
 }
 
 static KVL_APART void attend_unpacked(const struct task *t, struct key_walk walk,

@@ -1,6 +1,6 @@
-/* Attention over listed tokens: every row of q reads those that its list names. The inner loop
- * is that of decode (attention_few.h), for which a row is a sequence of its own; the walk over
- * the keys follows the list instead of the blocks.
+/* Attention over listed tokens: every row of q reads those that its list names. The inner
+ * loops are those of other attention, for which a row of q is a sequence of its own; the walk
+ * over the keys follows the list instead of the blocks.
  *
  * Limit   memory, which is read in scattered runs of head_dim elements
  *
@@ -41,7 +41,7 @@ static struct key_walk open_list(const struct task *t) {
   return walk;
 }
 
-/* Attends for one token with up to FEW_ROWS heads of a KV head's group, from `first` on. */
+/* Attends for one token with up to TASK_ROWS heads of a KV head's group, from `first` on. */
 static void attend_listed(const struct kvl_hooked_attention_args *hooked, int64_t token,
                           int64_t kv_head, int first) {
   const struct kvl_paged_attention_args *a = &hooked->base;
@@ -55,11 +55,11 @@ static void attend_listed(const struct kvl_hooked_attention_args *hooked, int64_
                    .row = first,
                    .kv_head = (int)kv_head,
                    .group = group,
-                   .rows = (int)i64_min(FEW_ROWS, group - first),
+                   .rows = (int)i64_min(TASK_ROWS, group - first),
                    .len = sequence_len(a, seq)};
-  set_rows(&t, (int32_t)(t.len - 1 - after), FEW_ROWS);
+  set_rows(&t, (int32_t)(t.len - 1 - after), TASK_ROWS);
   struct sums sums;
-  KVL_CPU_NAME(attend_few)(&t, open_list(&t), &sums);
+  attend(&t, open_list(&t), &sums);
   const int padded = dim_padded(a->cache.value.dim);
   for (int i = 0; i < t.rows; i++)
     row_write(a, token * a->heads + task_head(&t, i), sums.values + i * padded, sums.top[i],
@@ -71,7 +71,7 @@ static int attend_lists(const void *args, int64_t begin, int64_t end) {
   const struct kvl_hooked_attention_args *hooked = args;
   const int64_t kv_heads = hooked->base.cache.kv_heads, group = hooked->base.heads / kv_heads;
   for (int64_t i = begin; i < end; i++)
-    for (int64_t first = 0; first < group; first += FEW_ROWS)
+    for (int64_t first = 0; first < group; first += TASK_ROWS)
       attend_listed(hooked, i / kv_heads, i % kv_heads, (int)first);
   return 0;
 }

@@ -94,9 +94,9 @@ static inline KVL_HOT void softmax_lanes(const struct task *t, const struct key_
 }
 
 struct many_scratch {
-  float q[TASK_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64))); /* [panel][d][row] */
-  float k[TILE_KEYS * HEAD_DIM_MAX] __attribute__((aligned(64)));
-  float v[TILE_KEYS * HEAD_DIM_MAX] __attribute__((aligned(64)));
+  float q[TASK_ROWS * LATENT_MAX] __attribute__((aligned(64))); /* [panel][d][row] */
+  float k[TILE_KEYS * LATENT_MAX] __attribute__((aligned(64)));
+  float v[TILE_KEYS * LATENT_MAX] __attribute__((aligned(64)));
   float s[TILE_KEYS * PANEL] __attribute__((aligned(64))); /* [key][row] */
   float keep[PANEL] __attribute__((aligned(64)));
 };
@@ -126,14 +126,16 @@ static __attribute__((noinline)) void add_seen_values(const struct many_scratch 
 /* Attends from one panel of rows to the tile in m->k and m->v. */
 static void attend_panel(const struct task *t, const struct key_tile *tile, int row0,
                          struct many_scratch *m, struct sums *sums) {
-  int dim = t->args->cache.key.dim, padded = dim_padded(dim);
+  int dim = t->args->cache.key.dim, padded = dim_padded(t->args->cache.value.dim);
   int rows = t->rows - row0 < PANEL ? t->rows - row0 : PANEL, vecs = (rows + VF - 1) / VF;
   int n = tile->n;
-  if (t->args->causal) /* keys after the panel's last row are never computed */
-    while (n > 0 && tile->index[n - 1] > t->index[row0 + rows - 1]) n--;
-  if (n == 0 || tile->index[n - 1] < t->first[row0]) return;
+  if (!t->args->listed) { /* a walk over a list has only what its token sees */
+    if (t->args->causal)  /* keys after the panel's last row are never computed */
+      while (n > 0 && tile->index[n - 1] > t->index[row0 + rows - 1]) n--;
+    if (n == 0 || tile->index[n - 1] < t->first[row0]) return;
+  }
   multiply((struct product){.a = m->k,
-                            .a_row = padded,
+                            .a_row = dim_padded(dim),
                             .a_step = 1,
                             .b = m->q + row0 * dim,
                             .b_row = PANEL,
@@ -191,13 +193,14 @@ static void convert_tile(const struct key_tile *tile, int64_t offset, int dim, f
 
 static void attend_many(const struct task *t, struct key_walk walk, struct sums *sums) {
   const struct kvl_paged_attention_args *a = t->args;
-  int dim = a->cache.key.dim, panels = (t->rows + PANEL - 1) / PANEL;
+  int dim = a->cache.key.dim, value_dim = a->cache.value.dim;
+  int panels = (t->rows + PANEL - 1) / PANEL;
   const float scale = query_scale(t);
   struct many_scratch m;
   memset(m.q, 0, (size_t)panels * PANEL * dim * sizeof(float));
   for (int i = 0; i < t->rows; i++) {
     int64_t row = (task_token(t, i) * a->heads + task_head(t, i)) * dim;
-    float *q = m.q + i / PANEL * PANEL * dim + i % PANEL, x[HEAD_DIM_MAX];
+    float *q = m.q + i / PANEL * PANEL * dim + i % PANEL, x[LATENT_MAX];
     for (int d = 0; d < dim; d += VF)
       vf_store(
           x, d,
@@ -205,11 +208,11 @@ static void attend_many(const struct task *t, struct key_walk walk, struct sums 
           KVL_DTYPE_F32);
     for (int d = 0; d < dim; d++) q[d * PANEL] = x[d];
   }
-  sums_clear(sums, panels * PANEL, dim_padded(dim));
+  sums_clear(sums, panels * PANEL, dim_padded(value_dim));
   struct key_tile tile;
   for (walk_tile(&walk, &tile); tile.n > 0; walk_tile(&walk, &tile)) {
     convert_tile(&tile, 0, dim, m.k, a->cache.codec);
-    convert_tile(&tile, walk.value, dim, m.v, a->cache.codec);
+    convert_tile(&tile, walk.value, value_dim, m.v, a->cache.codec);
     for (int row = 0; row < t->rows; row += PANEL) attend_panel(t, &tile, row, &m, sums);
   }
 }

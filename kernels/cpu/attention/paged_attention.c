@@ -15,7 +15,8 @@
  *  lse        f32           [tokens, heads]
  *  k_scale, v_scale  f32    [kv_heads] of an f8e4m3 cache, optional: k_scale goes into q,
  *                           v_scale into the result
- * head_dim a multiple of 8 up to 256; any block_size; fp32 accumulation.
+ * head_dim a multiple of 8 up to 256; any block_size; fp32 accumulation. Where values are the
+ * first numbers of their keys, up to 576, and out and prev_out are as long as a value.
  *
  * Bytes   decode: 2 * len * kv_heads * head_dim elements, K and V once
  * Flops   prefill: 4 * head_dim * heads * (pairs of a query row and a key it sees)
@@ -231,7 +232,7 @@ static void task_run(const struct kvl_hooked_attention_args *hooked, struct plan
 
 static void merge_row(const struct kvl_paged_attention_args *a, struct plan plan, int64_t row,
                       int64_t used) {
-  float values[HEAD_DIM_MAX] = {0}, top = -INFINITY, sum = 0;
+  float values[LATENT_MAX] = {0}, top = -INFINITY, sum = 0;
   for (int64_t s = 0; s < used; s++) top = fmaxf(top, partial_state(a, plan, row, s)[0]);
   for (int64_t s = 0; s < used; s++) {
     const float *state = partial_state(a, plan, row, s);

@@ -11,7 +11,7 @@
 static inline KVL_HOT void read_row(const struct kvl_strips *of, const char *strip,
                                     int64_t token, char *to, int out_dtype, const int codec) {
   if (codec == out_dtype) {
-    memcpy(to, strip + token * of->bytes_row, (size_t)of->bytes_row);
+    memcpy(to, strip + token * of->bytes_row, (size_t)of->dim * kvl__float_bytes(codec));
     return;
   }
   for (int d = 0; d < of->dim; d += VF) {

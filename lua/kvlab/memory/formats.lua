@@ -7,6 +7,9 @@
 --               multiplies with K or V multiplies the result by the scale
 -- int8          whole numbers of 8 bits, and a bf16 scale for each token and 64 of its
 --               numbers, which a page holds, too
+--
+-- Values are rows of their own, as long as keys. Or they are the first numbers of their
+-- keys, as those of latents are (MLA): then a page holds keys alone.
 local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local kinds = require "kvlab.tensor.kinds"
@@ -23,11 +26,12 @@ M.NAMES = page.NAMES
 local scales_of = setmetatable({}, { __mode = "k" })
 
 --- The pages of one layer, as the ops take them.
----@param o table  codec, kv_heads, block_size, head_dim, k_scale, v_scale
+---@param o table  codec, kv_heads, block_size, head_dim, value_dim, k_scale, v_scale
 local function pages(o, level)
   local made = ffi.new("kvl_format", { codec = page.CODECS[o.codec].number,
     kv_heads = o.kv_heads, block_size = o.block_size, key_dim = o.head_dim,
-    value_dim = o.head_dim, k_scale = o.k_scale, v_scale = o.v_scale })
+    value_dim = o.value_dim or o.head_dim, is_shared = o.value_dim and 1 or 0,
+    k_scale = o.k_scale, v_scale = o.v_scale })
   scales_of[made] = { o.k_scale, o.v_scale }
   check(C.kvl_format_bytes_page(made), level + 1)
   return made
@@ -36,14 +40,16 @@ end
 local PAGES = {
   codec = options.required(options.one_of(unpack(M.NAMES))),
   kv_heads = options.required(options.count), head_dim = options.required(options.count),
-  block_size = options.required(options.count), k_scale = kinds.tensor,
-  v_scale = kinds.tensor,
+  block_size = options.required(options.count), value_dim = options.count,
+  k_scale = kinds.tensor, v_scale = kinds.tensor,
 }
 
 --- The format of one layer's pages, for ops over memory whose shape does not say it all,
 -- such as pages of int8, or of f8e4m3 with scales.
----@param o table  codec (f32 f16 bf16 f8e4m3 int8), kv_heads, block_size, head_dim; for
---                 f8e4m3 k_scale, v_scale: f32 [kv_heads] (1)
+---@param o table  codec (f32 f16 bf16 f8e4m3 int8), kv_heads, block_size, head_dim (of a
+--                 key); value_dim: a value is the first value_dim numbers of its key
+--                 (values are apart, and as long as keys); for f8e4m3 k_scale, v_scale:
+--                 f32 [kv_heads] (1)
 ---@return kvl_format
 function M.format(o)
   return pages(options.check("format", o, PAGES), 2)

@@ -113,13 +113,13 @@ function M.silu_mul(gate, up, out)
   return out
 end
 
---- cache[places[i]] = k[i], v[i]. k and v are [tokens, kv_heads, head_dim]. places, i64
--- [tokens], holds the place of each token: block * block_size + offset, or -1 to skip
--- it. cache is one layer's memory; format says what its pages are (kv.format), if its
--- shape does not.
+--- cache[places[i]] = k[i], v[i]. k and v are [tokens, kv_heads, head_dim]; v is nil if
+-- values are the first numbers of their keys. places, i64 [tokens], holds the place of
+-- each token: block * block_size + offset, or -1 to skip it. cache is one layer's memory;
+-- format says what its pages are (kv.format), if its shape does not.
 function M.append_kv(k, v, places, cache, format)
   expect_tensor("append_kv", "k", k)
-  expect_tensor("append_kv", "v", v)
+  if v ~= nil then expect_tensor("append_kv", "v", v) end
   expect_tensor("append_kv", "places", places)
   expect_tensor("append_kv", "cache", cache)
   if format ~= nil then argument("append_kv", "format", format, FORMAT) end
@@ -164,11 +164,17 @@ end
 
 local call = ffi.new "kvl_attention"
 
+--- The result of attention from q: as many numbers as a value has.
+local function new_out(q, format)
+  if not format or format.is_shared == 0 then return tensor.open_like(q) end
+  return tensor.tensor(q.device, q:type(), { q:size(0), q:size(1), format.value_dim })
+end
+
 -- Attends from q. `of` has what is the same for all parts of a layer's memory: tables,
 -- lens, starts, tree, alibi, window, soft_cap and scale. A context has it.
 function step.attend(of, q, cache, format, selection, slots, out, lse, prev, prev_lse,
                      is_past, hook, scores, listed)
-  out = out or tensor.open_like(q)
+  out = out or new_out(q, format)
   call.q, call.cache, call.format, call.selection = q, cache, format, selection
   call.listed = listed
   call.tables, call.lens, call.starts, call.tree = of.tables, of.lens, of.starts, of.tree
@@ -207,7 +213,7 @@ local PAGED = {
 --                 (true), window (0: none), soft_cap (0: none), tree: u64 [tokens,
 --                 words], which of its sequence's newest 64 * words keys a row sees (bit
 --                 i: the key at index length - 1 - i), out
----@return kvlab.Tensor out  like q unless given
+---@return kvlab.Tensor out  like q unless given, and as long as a value
 function M.paged_attention(a)
   return step.paged_attention(options.check("paged_attention", a, PAGED))
 end

@@ -1,0 +1,164 @@
+--- Pages whose values are the first numbers of their keys, as those of latents are: all
+-- ops that know them. Tolerances are those of paged_attention_spec.lua.
+local kv = require "kvlab"
+local support = require "spec.support"
+local attention = require "spec.kernels.attention_cases"
+
+local ulp = { f32 = 0, f16 = 2^-11, bf16 = 2^-8 }
+
+--- Cases of attention over latents, by what they are about.
+local topics = {
+  ["any sizes of keys and values"] = {}, ["any number of heads"] = {},
+  ["every dtype"] = {}, ["several new tokens, and prompts"] = {},
+  ["selections, slots and what came before"] = {}, ["lists of tokens"] = {},
+  ["NaN and inf in what a row does not see"] = {},
+}
+local function add(topic, c)
+  c.block_size, c.head_dim = c.block_size or 16, c.head_dim or 40
+  c.value_dim = c.value_dim or 24
+  table.insert(topics[topic], c)
+end
+
+for _, dims in ipairs { { 8, 8 }, { 24, 16 }, { 72, 64 }, { 96, 8 }, { 200, 200 },
+                        { 288, 256 }, { 576, 512 } } do
+  for _, rows in ipairs { false, { 9 } } do
+    add("any sizes of keys and values", { lens = { 70 }, rows = rows or nil, group = 5,
+      head_dim = dims[1], value_dim = dims[2] })
+  end
+end
+for _, group in ipairs { 1, 2, 4, 8, 9, 16, 33, 128, 130 } do
+  add("any number of heads", { lens = { 45, 0, 100 }, group = group })
+  add("any number of heads", { lens = { 45, 9 }, group = group, listed = "shared" })
+end
+add("any number of heads", { lens = { 30 }, group = 128, head_dim = 576,
+  value_dim = 512 })
+add("any number of heads", { lens = { 45, 7 }, kv_heads = 3, group = 4 })
+for _, dtype in ipairs { "f32", "f16", "bf16" } do
+  for _, with in ipairs { {}, { q = "f32" }, { out = "f32" } } do
+    for _, rows in ipairs { false, { 30, 2 } } do
+      add("every dtype", { lens = { 50, 3 }, rows = rows or nil, group = 6,
+        dtype = dtype, q = with.q, out = with.out, block_size = 8 })
+    end
+  end
+end
+for _, c in ipairs {
+  { lens = { 40, 33, 90 }, rows = { 40, 1, 25 }, group = 4 },
+  { lens = { 200 }, rows = { 200 }, group = 2 },
+  { lens = { 90 }, rows = { 33 }, group = 16, window = 20 },
+  { lens = { 90 }, rows = { 33 }, group = 4, alibi = true, soft_cap = 3 },
+  { lens = { 40, 70 }, rows = { 8, 5 }, group = 4, tree = true },
+  { lens = { 3000, 5 }, group = 4 }, { lens = { 2500 }, rows = { 3 }, group = 16 },
+} do add("several new tokens, and prompts", c) end
+for _, rows in ipairs { false, { 30, 7, 1 } } do
+  for _, with in ipairs { {}, { slots = "all" }, { slots = "gaps", prev = true },
+                          { prev = true, parts = 3 } } do
+    for _, group in ipairs { 4, 12 } do
+      add("selections, slots and what came before", { lens = { 130, 39, 1 },
+        rows = rows or nil, group = group, select = "shared", slots = with.slots,
+        prev = with.prev, parts = with.parts })
+    end
+  end
+end
+for _, group in ipairs { 3, 16, 40 } do
+  for _, rows in ipairs { false, { 5, 1, 3 } } do
+    for _, with in ipairs { {}, { window = 30 }, { slots = "gaps" },
+                            { count = 200, soft_cap = 2 } } do
+      add("lists of tokens", { lens = { 130, 39, 4 }, rows = rows or nil, group = group,
+        listed = "shared", window = with.window, slots = with.slots, count = with.count,
+        soft_cap = with.soft_cap })
+    end
+  end
+end
+add("lists of tokens", { lens = { 70 }, rows = { 9 }, group = 12, listed = "shared",
+  tree = true })
+for _, group in ipairs { 2, 16 } do
+  add("NaN and inf in what a row does not see", { lens = { 60 }, rows = { 20 },
+    group = group, poison = { 1, 2, 3, 4, 5 } })
+  add("NaN and inf in what a row does not see", { lens = { 60, 80 }, rows = { 4, 3 },
+    group = group, window = 25, poison = { 50, 51, 52, 40 } })
+end
+
+local function format_of(o)
+  return kv.format { codec = o.codec or "bf16", kv_heads = o.kv_heads or 1,
+    block_size = o.block_size or 4, head_dim = o.head_dim or 24,
+    value_dim = o.value_dim or 16 }
+end
+
+describe("latents", function()
+  for name, cases in pairs(topics) do
+    support.it_on_cpu("are read by attention: " .. name, function(dev)
+      for i, c in ipairs(support.sample(cases)) do
+        local want, want_lse = attention.expected(c)
+        local out, lse = attention.run(dev, c)
+        local rel = ulp[out:type()]
+        support.close(out, want, 3e-5 + rel / 8, rel, ("out of case %d"):format(i))
+        support.close(lse, want_lse, 3e-5, 1e-6, ("lse of case %d"):format(i))
+      end
+    end)
+  end
+
+  support.it_on_cpu("come back as they were appended", function(dev)
+    for _, dtype in ipairs { "f32", "f16", "bf16" } do
+      local format = format_of { codec = dtype, kv_heads = 2 }
+      local memory = support.poisoned(dev, dtype, { 5, 2, 4, 24 })
+      local k = support.randn(dev, dtype, { 9, 2, 24 }, 5)
+      local at = { 17, 2, 0, -1, 7, 19, 1, 12, 400 }
+      local places = kv.from(dev, "i64", { 9 }, at)
+      kv.ops.append_kv(k, nil, places, memory, format)
+      local blocks = kv.from(dev, "i32", { 6 }, { 0, 1, 2, 3, 4, -1 })
+      local got = support.poisoned(dev, dtype, { 6, 2, 4, 24 })
+      local values = support.poisoned(dev, dtype, { 6, 2, 4, 16 })
+      kv.ops.read_blocks(memory, blocks, got, values, format)
+      local given, keys, firsts = k:list(), got:list(), values:list()
+      for token, place in ipairs(at) do
+        for head = 0, place >= 0 and place < 20 and 1 or -1 do
+          local row = (math.floor(place / 4) * 2 + head) * 4 + place % 4
+          for d = 1, 24 do
+            local x = given[((token - 1) * 2 + head) * 24 + d]
+            assert.equal(x, keys[row * 24 + d])
+            if d <= 16 then assert.equal(x, firsts[row * 16 + d]) end
+          end
+        end
+      end
+      for i = 5 * 2 * 4 * 24 + 1, #keys do assert.equal(0, keys[i]) end
+    end
+  end)
+
+  local cpu = kv.device "cpu"
+
+  it("take pages of keys alone", function()
+    assert.equal(64 * 576 * 2, tonumber(kv.C.kvl_format_bytes_page(format_of {
+      block_size = 64, head_dim = 576, value_dim = 512 })))
+  end)
+
+  it("are refused where they cannot be", function()
+    support.raises("values of 32 numbers, expected a multiple of 8 from 8 to the 24 of a "
+      .. "key", format_of, { value_dim = 32 })
+    support.raises("values of 12 numbers", format_of, { value_dim = 12 })
+    support.raises("int8 with shared values, expected f32, f16 or bf16", format_of,
+      { codec = "int8", block_size = 8, head_dim = 64, value_dim = 32 })
+    local format, memory = format_of {}, kv.zeros(cpu, "bf16", { 3, 1, 4, 24 })
+    local k, v = kv.zeros(cpu, "bf16", { 1, 1, 24 }), kv.zeros(cpu, "bf16", { 1, 1, 16 })
+    local places = kv.zeros(cpu, "i64", { 1 })
+    support.raises("v is given, expected none: values are the first numbers of keys",
+      kv.ops.append_kv, k, v, places, memory, format)
+    support.raises("cache has shared values, expected values of their own",
+      kv.ops.rope_append, kv.zeros(cpu, "bf16", { 1, 1, 24 }), k, k,
+      kv.zeros(cpu, "i32", { 1 }), kv.zeros(cpu, "f32", { 12 }), places, memory, format)
+    support.raises("head_dim is 584, expected a multiple of 8 up to 576",
+      kv.ops.append_kv, kv.zeros(cpu, "bf16", { 1, 1, 584 }), nil, places,
+      kv.zeros(cpu, "bf16", { 1, 1, 4, 584 }), format_of { head_dim = 584 })
+    local out = kv.zeros(cpu, "bf16", { 1, 2, 24 })
+    support.raises("out is bf16 [1, 2, 24]", kv.ops.paged_attention, {
+      q = kv.zeros(cpu, "bf16", { 1, 2, 24 }), cache = memory, format = format,
+      tables = kv.zeros(cpu, "i32", { 1, 1 }), lens = kv.ones(cpu, "i32", { 1 }),
+      out = out })
+  end)
+
+  it("give results as long as a value", function()
+    local out = kv.ops.paged_attention { q = kv.zeros(cpu, "bf16", { 1, 2, 24 }),
+      cache = kv.zeros(cpu, "bf16", { 3, 1, 4, 24 }), format = format_of {},
+      tables = kv.zeros(cpu, "i32", { 1, 1 }), lens = kv.ones(cpu, "i32", { 1 }) }
+    assert.same({ 1, 2, 16 }, out:dims())
+  end)
+end)
