@@ -52,10 +52,11 @@ local function forward(rig, numbers, position_of, n, is_prefill, ends_prompts)
       q[i], k[i], v[i] = tokens(rig, s, layer, position_of[i],
         type(n) == "table" and n[i] or n)
     end
+    k = join(rig.device, rig.dtype, k, SHAPE.kv_heads)
+    if rig.firsts then v = { k * rig.firsts } end
     outs[layer] = rig.attention:forward(layer,
-      join(rig.device, rig.dtype, q, rig.heads),
-      join(rig.device, rig.dtype, k, SHAPE.kv_heads),
-      join(rig.device, rig.dtype, v, SHAPE.kv_heads))
+      join(rig.device, rig.dtype, q, rig.heads), k,
+      not rig.is_shared and join(rig.device, rig.dtype, v, SHAPE.kv_heads) or nil)
   end
   return outs
 end
@@ -87,10 +88,17 @@ end
 -- of q, k and v (f32); o.format: of the cache (the same). o.window, o.soft_cap,
 -- o.alibi: of the attention. o.steady: so many positions in a row have one query (1).
 -- o.scoped: every step in a kv.scope of its own (which frees what it selected); run the
--- same without it first, that draws the tokens. o.heads: query heads (8).
+-- same without it first, that draws the tokens. o.heads: query heads (8). o.value_dim:
+-- values are so many first numbers of their keys, and only keys are held; with o.apart
+-- values are held as well, with zeros behind these numbers. o.tables: of the cache.
 function M.new(dev, o)
   local rig = { device = dev, dtype = o.dtype or "f32", steady = o.steady or 1,
                 scoped = o.scoped, heads = o.heads or SHAPE.heads }
+  rig.is_shared = o.value_dim and not o.apart
+  if o.apart then
+    rig.firsts = kv.arange(dev, "f32", SHAPE.head_dim):lt(o.value_dim):cast(rig.dtype)
+      :reshape { 1, 1, SHAPE.head_dim }
+  end
   local offload
   if o.offload then
     offload = { max_seqs = 8 }
@@ -99,7 +107,8 @@ function M.new(dev, o)
   rig.cache = kv.cache { device = dev, format = o.format or rig.dtype,
     layers = SHAPE.layers, blocks = o.blocks or SHAPE.blocks,
     block_size = o.block_size or SHAPE.block_size, kv_heads = SHAPE.kv_heads,
-    head_dim = SHAPE.head_dim, offload = offload,
+    head_dim = SHAPE.head_dim, value_dim = rig.is_shared and o.value_dim or nil,
+    offload = offload, tables = o.tables,
     k_scale = scales(dev, o, 71), v_scale = scales(dev, o, 72) }
   rig.policy = type(o.policy) == "table" and o.policy
     or kv.policy(o.policy or "full", o.options)

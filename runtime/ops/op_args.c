@@ -19,11 +19,15 @@ static int is_codec(int codec) {
   return (codec >= 0 && codec <= KVL_CODEC_F8E4M3) || codec == KVL_CODEC_INT8;
 }
 
-void kvl__expect_head_dim(struct kvl__call *c) {
+void kvl__expect_head_dim(struct kvl__call *c, int most) {
   int64_t d = kvl__dim(c, "head_dim");
-  if (c->status >= 0 && (d < 8 || d > 256 || d % 8))
-    kvl__call_fail(c, "head_dim is %lld, expected a multiple of 8 from 8 to 256",
-                   (long long)d);
+  if (c->status >= 0 && (d < 8 || d > most || d % 8))
+    kvl__call_fail(c, "head_dim is %lld, expected a multiple of 8 from 8 to %d", (long long)d,
+                   most);
+}
+
+int kvl__latent_max(const struct kvl__call *c) {
+  return c->device && kvl_device_is_cpu(c->device) ? 576 : KVL__HEAD_DIM_MAX;
 }
 
 /* The format that a tensor [blocks, 2, kv_heads, block_size, head_dim] stands for. */
@@ -117,22 +121,17 @@ struct kvl_pages kvl__any_pages_arg(struct kvl__call *c, const char *name,
     expect_memory(c, name, memory, format, shape);
   } else if (kvl__vector_arg(c, name, memory, KVL__CACHE, shape)) {
     plain = format_of(memory), format = &plain;
-    kvl__expect_head_dim(c);
+    kvl__expect_head_dim(c, KVL__HEAD_DIM_MAX);
     expect_format(c, name, format);
     kvl__bind(c, name, "value_dim", format->value_dim);
   }
-  if (c->status >= 0 && format->is_shared) {
-    if (format->key_dim > KVL__LATENT_MAX || format->key_dim % 8)
-      kvl__call_fail(c, "head_dim is %d, expected a multiple of 8 up to %d", format->key_dim,
-                     KVL__LATENT_MAX);
-    if (!kvl_device_is_cpu(c->device))
-      kvl__call_fail(c,
-                     "%s has shared values on %s, expected the CPU: no kernel of a GPU "
-                     "reads them yet",
-                     name, kvl_device_name(c->device));
-  } else {
-    kvl__expect_head_dim(c);
-  }
+  const int is_shared = c->status >= 0 && format->is_shared;
+  if (is_shared && !kvl_device_is_cpu(c->device))
+    kvl__call_fail(c,
+                   "%s has shared values on %s, expected the CPU: no kernel of a GPU reads "
+                   "them yet",
+                   name, kvl_device_name(c->device));
+  kvl__expect_head_dim(c, is_shared ? kvl__latent_max(c) : KVL__HEAD_DIM_MAX);
   if (c->status < 0) return view;
   view = kvl__pages(format);
   view.memory = memory->ptr;

@@ -12,16 +12,10 @@
 /* The dtypes of a result that may be f32 or like t. */
 static unsigned like_or_f32(const kvl_tensor *t) { return kvl__like(t) | KVL__F32; }
 
-static const char CACHE[] = "blocks 2 kv_heads block_size head_dim";
-
 static struct kvl_pages cache_arg(struct kvl__call *c, const kvl_tensor *cache,
                                   const kvl_format *format) {
-  return kvl__pages_arg(c, "cache", cache, format, CACHE);
-}
-/* The same for an op that knows shared values, too. */
-static struct kvl_pages any_cache_arg(struct kvl__call *c, const kvl_tensor *cache,
-                                      const kvl_format *format) {
-  return kvl__any_pages_arg(c, "cache", cache, format, CACHE);
+  return kvl__any_pages_arg(c, "cache", cache, format,
+                            "blocks 2 kv_heads block_size head_dim");
 }
 
 int kvl_pages_of(const kvl_tensor *cache, const kvl_format *format, kvl_pages *out) {
@@ -35,7 +29,7 @@ int kvl_pages_of(const kvl_tensor *cache, const kvl_format *format, kvl_pages *o
 int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *places,
                   const kvl_tensor *cache, const kvl_format *format) {
   struct kvl__call c = {.op = "append_kv"};
-  struct kvl_pages view = any_cache_arg(&c, cache, format);
+  struct kvl_pages view = cache_arg(&c, cache, format);
   const int is_shared = format && format->is_shared;
   kvl__vector_arg(&c, "k", k, kvl__rows_of(view.codec), "tokens kv_heads head_dim");
   if (is_shared && v)
@@ -71,7 +65,7 @@ int kvl_copy_blocks(const kvl_tensor *src, const kvl_tensor *dst, const kvl_tens
 int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
                     const kvl_tensor *blocks, const kvl_tensor *k, const kvl_tensor *v) {
   struct kvl__call c = {.op = "read_blocks"};
-  struct kvl_pages view = any_cache_arg(&c, cache, format);
+  struct kvl_pages view = cache_arg(&c, cache, format);
   kvl__arg(&c, "blocks", blocks, KVL__I32, "n");
   const unsigned dtypes = kvl__read_of(view.codec);
   int given = kvl__vector_arg(&c, "k?", k, dtypes, "n kv_heads block_size head_dim");
@@ -132,7 +126,7 @@ int kvl_paged_attention(const kvl_attention *a) {
                                                       .causal = a->causal != 0,
                                                       .window = a->window}};
   struct kvl_paged_attention_args *args = &hooked.base;
-  args->cache = any_cache_arg(&c, a->cache, a->format);
+  args->cache = cache_arg(&c, a->cache, a->format);
   kvl__vector_arg(&c, "q", a->q, kvl__rows_of(args->cache.codec), "tokens heads head_dim");
   if (a->window < 0) kvl__call_fail(&c, "window is %d, expected >= 0", a->window);
   if (!(a->soft_cap >= 0 && a->soft_cap < INFINITY))
@@ -272,10 +266,10 @@ int kvl_block_mean(const kvl_tensor *cache, const kvl_format *format,
 static void score_args(struct kvl__call *c, const kvl_tensor *q, const kvl_tensor *tables,
                        const kvl_tensor *lens, int group, const kvl_tensor *scores) {
   kvl__vector_arg(c, "q", q, KVL__FLOAT, "seqs heads head_dim");
-  kvl__expect_head_dim(c);
   kvl__arg(c, "tables", tables, KVL__I32, "seqs max_blocks");
   kvl__arg(c, "lens", lens, KVL__I32, "seqs");
   kvl__arg(c, "scores", scores, KVL__F32, "seqs kv_heads max_blocks");
+  kvl__expect_head_dim(c, kvl__latent_max(c));
   kvl__expect_groups(c);
   if (group != KVL_GROUP_MAX && group != KVL_GROUP_MEAN)
     kvl__call_fail(c, "group is %d, expected %d (max) or %d (mean)", group, KVL_GROUP_MAX,

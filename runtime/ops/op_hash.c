@@ -78,8 +78,8 @@ int kvl_block_hash(const kvl_tensor *cache, const kvl_format *format,
                    const kvl_tensor *blocks, const kvl_tensor *tokens, const kvl_tensor *rows,
                    const kvl_tensor *planes, const kvl_tensor *hashes) {
   struct kvl__call c = {.op = "block_hash"};
-  struct kvl_pages view = kvl__pages_arg(&c, "cache", cache, format,
-                                         "blocks 2 kv_heads block_size head_dim");
+  struct kvl_pages view = kvl__any_pages_arg(&c, "cache", cache, format,
+                                             "blocks 2 kv_heads block_size head_dim");
   kvl__arg(&c, "blocks", blocks, KVL__I32, "n");
   kvl__arg(&c, "tokens", tokens, KVL__I32, "n");
   kvl__arg(&c, "rows?", rows, KVL__I32, "n");

@@ -145,7 +145,7 @@ describe("latents", function()
     support.raises("cache has shared values, expected values of their own",
       kv.ops.rope_append, kv.zeros(cpu, "bf16", { 1, 1, 24 }), k, k,
       kv.zeros(cpu, "i32", { 1 }), kv.zeros(cpu, "f32", { 12 }), places, memory, format)
-    support.raises("head_dim is 584, expected a multiple of 8 up to 576",
+    support.raises("head_dim is 584, expected a multiple of 8 from 8 to 576",
       kv.ops.append_kv, kv.zeros(cpu, "bf16", { 1, 1, 584 }), nil, places,
       kv.zeros(cpu, "bf16", { 1, 1, 4, 584 }), format_of { head_dim = 584 })
     local out = kv.zeros(cpu, "bf16", { 1, 2, 24 })

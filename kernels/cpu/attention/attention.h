@@ -19,10 +19,6 @@
  * cache. */
 enum { TILE_KEYS = 64, TASK_ROWS = 128, FEW_ROWS = 8 };
 
-/* The most numbers of a key whose value are its first numbers: a latent and its rotated part.
- * Room that smaller ones do not use costs nothing. */
-enum { LATENT_MAX = 576 };
-
 struct task {
   const struct kvl_paged_attention_args *args;
   const struct kvl_hooked_attention_args
@@ -39,7 +35,7 @@ struct task {
 /* The sums of one task. Row r of `values` is dim_padded(dim of a value) long, and still to be
  * divided by sum[r]. Weights are e^(score - top). */
 struct sums {
-  float values[TASK_ROWS * LATENT_MAX] __attribute__((aligned(64)));
+  float values[TASK_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64)));
   float top[TASK_ROWS] __attribute__((aligned(64)));
   float sum[TASK_ROWS] __attribute__((aligned(64)));
 };

@@ -185,7 +185,7 @@ static KVL_APART void attend_tiles(const struct task *t, struct key_walk walk, s
   const int64_t value = room ? (char *)room->v - (char *)room->k : walk.value;
   const int all = (t->rows + rows - 1) / rows * rows;
   add_function *add = add_function_of(rows, dtype), *add_row = add_function_of(1, dtype);
-  float q[FEW_ROWS * LATENT_MAX] __attribute__((aligned(64)));
+  float q[FEW_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64)));
   float p[FEW_ROWS * TILE_KEYS] __attribute__((aligned(64)));
   float keep[FEW_ROWS] = {0}, scale = query_scale(t);
   struct key_tile tiles[2], *now = tiles, *next = tiles + 1;

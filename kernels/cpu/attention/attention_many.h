@@ -94,9 +94,9 @@ static inline KVL_HOT void softmax_lanes(const struct task *t, const struct key_
 }
 
 struct many_scratch {
-  float q[TASK_ROWS * LATENT_MAX] __attribute__((aligned(64))); /* [panel][d][row] */
-  float k[TILE_KEYS * LATENT_MAX] __attribute__((aligned(64)));
-  float v[TILE_KEYS * LATENT_MAX] __attribute__((aligned(64)));
+  float q[TASK_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64))); /* [panel][d][row] */
+  float k[TILE_KEYS * HEAD_DIM_MAX] __attribute__((aligned(64)));
+  float v[TILE_KEYS * HEAD_DIM_MAX] __attribute__((aligned(64)));
   float s[TILE_KEYS * PANEL] __attribute__((aligned(64))); /* [key][row] */
   float keep[PANEL] __attribute__((aligned(64)));
 };
@@ -200,7 +200,7 @@ static void attend_many(const struct task *t, struct key_walk walk, struct sums 
   memset(m.q, 0, (size_t)panels * PANEL * dim * sizeof(float));
   for (int i = 0; i < t->rows; i++) {
     int64_t row = (task_token(t, i) * a->heads + task_head(t, i)) * dim;
-    float *q = m.q + i / PANEL * PANEL * dim + i % PANEL, x[LATENT_MAX];
+    float *q = m.q + i / PANEL * PANEL * dim + i % PANEL, x[HEAD_DIM_MAX];
     for (int d = 0; d < dim; d += VF)
       vf_store(
           x, d,

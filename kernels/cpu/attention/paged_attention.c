@@ -232,7 +232,7 @@ static void task_run(const struct kvl_hooked_attention_args *hooked, struct plan
 
 static void merge_row(const struct kvl_paged_attention_args *a, struct plan plan, int64_t row,
                       int64_t used) {
-  float values[LATENT_MAX] = {0}, top = -INFINITY, sum = 0;
+  float values[HEAD_DIM_MAX] = {0}, top = -INFINITY, sum = 0;
   for (int64_t s = 0; s < used; s++) top = fmaxf(top, partial_state(a, plan, row, s)[0]);
   for (int64_t s = 0; s < used; s++) {
     const float *state = partial_state(a, plan, row, s);

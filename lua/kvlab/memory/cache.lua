@@ -27,7 +27,8 @@ local M = {}
 --                             layer, those of all KV heads, too, where they are by head
 ---@field block_size integer   tokens of a block
 ---@field kv_heads integer
----@field head_dim integer
+---@field head_dim integer   numbers of a key
+---@field value_dim integer  numbers of a value
 ---@field format kvlab.Format  what a page holds
 ---@field dtype string         of keys and values that are read out of pages
 ---@field tier kvlab.Resident|kvlab.HostTier  where KV memory lies
@@ -48,7 +49,8 @@ local OPTIONS = {
   layers = options.required(options.count), blocks = options.required(options.count),
   block_size = options.required(options.count),
   kv_heads = options.required(options.count), head_dim = options.required(options.count),
-  device = kinds.device, format = options.one_of(unpack(formats.NAMES)),
+  value_dim = options.count, device = kinds.device,
+  format = options.one_of(unpack(formats.NAMES)),
   watermark = options.whole, k_scale = kinds.tensor, v_scale = kinds.tensor,
   offload = host_tier.OFFLOAD, tables = options.one_of("one", "layer", "head"),
 }
@@ -64,9 +66,11 @@ local function check_tables(o)
 end
 
 --- Opens KV memory for `blocks` blocks in each of `layers` layers.
----@param o table  layers, blocks, block_size, kv_heads, head_dim; device (--device's),
---                 format (bf16; f32 f16 f8e4m3 int8) of a page; watermark (0): blocks
---                 that an append must leave free;
+---@param o table  layers, blocks, block_size, kv_heads, head_dim; value_dim: a value is
+--                 the first value_dim numbers of its key, as that of a latent is, and
+--                 keys alone are held (values are as long as keys, and held, too);
+--                 device (--device's), format (bf16; f32 f16 f8e4m3 int8) of a page;
+--                 watermark (0): blocks that an append must leave free;
 --                 k_scale, v_scale: of an f8e4m3 cache, f32 [layers, kv_heads] (1): it
 --                 holds k / k_scale;
 --                 tables ("one"): a sequence has one block table for all KV, or one for
@@ -77,6 +81,10 @@ end
 ---@return kvlab.Cache
 function M.cache(o)
   o = options.check("cache", o, OPTIONS)
+  if o.value_dim and o.offload then
+    error("cache: value_dim does not go with KV in host memory (offload), expected one "
+      .. "of the two", 2)
+  end
   local tables = o.tables or "one"
   if tables ~= "one" then check_tables(o) end
   local self = setmetatable({
@@ -84,13 +92,14 @@ function M.cache(o)
     cut_layers = tables == "one" and 1 or o.layers,
     cut_heads = tables == "head" and o.kv_heads or 1,
     layers = o.layers, blocks = o.blocks, block_size = o.block_size,
-    kv_heads = o.kv_heads, head_dim = o.head_dim, layer_views = {},
+    kv_heads = o.kv_heads, head_dim = o.head_dim,
+    value_dim = o.value_dim or o.head_dim, layer_views = {},
     bytes_copied = 0, bytes_prefetched = 0,
   }, Cache)
   self.pages = o.blocks * self.cut_layers * self.cut_heads
   self.format = formats.new({ format = o.format or "bf16", layers = o.layers,
     kv_heads = o.kv_heads / self.cut_heads, block_size = o.block_size,
-    head_dim = o.head_dim,
+    head_dim = o.head_dim, value_dim = o.value_dim,
     k_scale = o.k_scale, v_scale = o.v_scale }, 2)
   self.dtype = self.format.dtype
   self.tier = o.offload and host_tier.new(self, o.offload) or resident.new(self)

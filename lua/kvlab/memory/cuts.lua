@@ -196,7 +196,8 @@ end
 ---@param q kvlab.Tensor  that enter returned
 function Cuts:room(q, out)
   if not out or self.heads == 1 then return out end
-  return not self.is_permuted and out:reshape(q:dims()) or nil
+  return not self.is_permuted and out:reshape { q:size(0), q:size(1), out:size(2) }
+    or nil
 end
 
 --- Brings the result back: `made` [tokens * heads, …] to [tokens, n, head_dim].

@@ -59,7 +59,10 @@ end
 ---@field name string
 ---@field memory string  the dtype of memory with such pages
 ---@field dtype string   the dtype of keys and values that are read out of it
+---@field is_shared boolean  a value is the first numbers of its key
+---@field key_share number   of the bytes of a page, those of keys
 ---@field dims integer[]  of a page as a tensor: 2 (K, V), kv_heads, block_size, head_dim;
+--                        without the 2 if values are the first numbers of their keys;
 --                        of one that packs numbers its bytes
 local Format = {}
 Format.__index = Format
@@ -80,8 +83,9 @@ function Format:bytes_page() return tonumber(C.kvl_format_bytes_page(self.layers
 --- What multiplies stored keys and values of a layer: f32 [kv_heads] each, or nil for 1.
 function Format:scales(layer) return unpack(scales_of[self:of(layer)], 1, 2) end
 
---- Appends k, v [tokens, kv_heads, head_dim] to the pages in `memory`. places, i64
--- [tokens], holds the place of each token.
+--- Appends k, v [tokens, kv_heads, head_dim] to the pages in `memory`; v is nil if values
+-- are the first numbers of their keys. places, i64 [tokens], holds the place of each
+-- token.
 function Format:append(layer, k, v, places, memory)
   check(C.kvl_append_kv(k, v, places, memory, self:of(layer)))
 end
@@ -97,7 +101,8 @@ function Format:copy(from, to, memory) check(C.kvl_copy_blocks(from, to, memory)
 
 --- The format of a cache.
 ---@param o table  format (f32 f16 bf16 f8e4m3 int8), layers, kv_heads, block_size,
---                 head_dim; for f8e4m3 k_scale, v_scale: f32 [layers, kv_heads] (1)
+--                 head_dim, value_dim; for f8e4m3 k_scale, v_scale: f32 [layers,
+--                 kv_heads] (1)
 ---@param level integer  which caller to blame
 ---@return kvlab.Format
 function M.new(o, level)
@@ -110,22 +115,24 @@ function M.new(o, level)
   local layers = {}
   for layer = 0, o.layers - 1 do
     layers[layer] = pages({ codec = o.format, kv_heads = o.kv_heads,
-      block_size = o.block_size, head_dim = o.head_dim,
+      block_size = o.block_size, head_dim = o.head_dim, value_dim = o.value_dim,
       k_scale = o.k_scale and o.k_scale:index(layer),
       v_scale = o.v_scale and o.v_scale:index(layer) }, level + 1)
   end
   local codec = page.CODECS[o.format]
   local self = setmetatable({ name = o.format, memory = codec.memory,
-    dtype = codec.dtype, layers = layers }, Format)
+    dtype = codec.dtype, layers = layers, is_shared = o.value_dim ~= nil,
+    key_share = o.value_dim and 1 or 0.5 }, Format)
   self.dims = codec.packs and { self:bytes_page() }
+    or self.is_shared and { o.kv_heads, o.block_size, o.head_dim }
     or { 2, o.kv_heads, o.block_size, o.head_dim }
   return self
 end
 
 local a_tensor = kinds.tensor
 arguments.methods(Format, "a format", {
-  append = { layer = options.whole, k = a_tensor, v = a_tensor, places = a_tensor,
-             memory = a_tensor },
+  append = { layer = options.whole, k = a_tensor, v = options.optional(a_tensor),
+             places = a_tensor, memory = a_tensor },
   rope_append = { layer = options.whole, q = a_tensor, k = a_tensor, v = a_tensor,
                   positions = a_tensor, inv_freq = a_tensor, places = a_tensor,
                   memory = a_tensor },

@@ -62,9 +62,10 @@ Store.__index = Store
 function M.model(name, cache)
   argument("store.model", "name", name, options.string)
   argument("store.model", "cache", cache, CACHE)
-  local format = "%s layers=%d kv_heads=%d head_dim=%d block_size=%d dtype=%s layout=2hbd"
+  local format = "%s layers=%d kv_heads=%d head_dim=%d block_size=%d dtype=%s layout=%s"
+  local layout = cache.format.is_shared and "hbd/" .. cache.value_dim or "2hbd"
   return format:format(name, cache.layers, cache.kv_heads, cache.head_dim,
-    cache.block_size, cache.format.name)
+    cache.block_size, cache.format.name, layout)
 end
 
 --- Opens a store.

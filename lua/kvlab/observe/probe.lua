@@ -51,15 +51,16 @@ function Probe:observe(attention, ctx, selection, _, listed, out)
   tensor.scope(function()
     local shape, q = attention.shape, ctx.query
     local dims = { q:size(0), q:size(1) }
+    local of_out = { dims[1], dims[2], attention.cache.value_dim }
     local attended = out:cast "f32"
-    local other = tensor.tensor(shape.device, out:type(), q:dims())
+    local other = tensor.tensor(shape.device, out:type(), of_out)
     local dense_lse = tensor.tensor(shape.device, "f32", dims)
     local lse = tensor.tensor(shape.device, "f32", dims)
     attention:direct(nil, ctx, other, dense_lse)
     local dense = other:cast "f32"
     self.error = self.error
-      + (row_norms(attended:reshape(q:dims()) - dense) / row_norms(dense)):sum():item()
-    other = tensor.tensor(shape.device, out:type(), q:dims())
+      + (row_norms(attended:reshape(of_out) - dense) / row_norms(dense)):sum():item()
+    other = tensor.tensor(shape.device, out:type(), of_out)
     attention:direct(selection, ctx, other, lse, listed)
     self.mass = self.mass + (lse - dense_lse):exp():sum():item()
     self.rows = self.rows + dims[1] * dims[2]

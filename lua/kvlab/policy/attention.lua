@@ -217,6 +217,11 @@ function M.attention(o)
     policy.attach(p, self.shape)
     policy.add_with_nested(p, self.shape.keepers)
     self.emitting[#self.emitting + 1] = p.hook
+    if p.hook and cache.format.is_shared then
+      options.fail(("attention: policy %s has a bias, a mask, a log_weight or emit, "
+        .. "which do not go with values that are the first numbers of their keys")
+        :format(p.name))
+    end
   end)
   self.evictor = evictor.new(self, o)
   self.emitters, self.watchers = kernel_hook.emitters(self.prefill_policy,
@@ -470,8 +475,9 @@ local function attend_reusing(p, self, ctx, out)
 end
 
 --- Appends k, v [tokens, kv_heads, head_dim] and attends with q [tokens, heads,
--- head_dim]. With inv_freq, q is rotated in place, and k may be.
----@return kvlab.Tensor out  [tokens, heads, head_dim]
+-- head_dim]. With inv_freq, q is rotated in place, and k may be. v is nil if values are
+-- the first numbers of their keys.
+---@return kvlab.Tensor out  [tokens, heads, head_dim], or value_dim in place of it
 function Attention:forward(layer, q, k, v, out)
   local ctx = self.context
   local ev, p, cuts = ctx.event, ctx.policy, ctx.batch and ctx.batch.cuts
@@ -480,7 +486,7 @@ function Attention:forward(layer, q, k, v, out)
   local wanted = out
   if cuts then
     cuts:use_layer(layer)
-    q, k, v = cuts:enter(q), cuts:enter(k), cuts:enter(v)
+    q, k, v = cuts:enter(q), cuts:enter(k), v and cuts:enter(v)
     out = cuts:room(q, out)
     if self.evictor then
       self.evictor:place(ctx, cuts, layer, q, self.cache:layer(layer))
@@ -606,7 +612,7 @@ end
 
 local function new_scratch(self, tokens)
   local shape, dev = self.shape, self.shape.device
-  return { tensor.tensor(dev, "f32", { tokens, shape.heads, shape.head_dim }),
+  return { tensor.tensor(dev, "f32", { tokens, shape.heads, self.cache.value_dim }),
            tensor.tensor(dev, "f32", { tokens, shape.heads }),
            tensor.tensor(dev, "f32", { tokens, shape.heads }) }
 end
@@ -760,8 +766,8 @@ arguments.methods(Attention, "an attention", {
   begin = { batch = objects.batch, ends_prompts = options.optional(options.table),
             draft = options.optional(options.whole),
             most = options.optional(options.count) },
-  forward = { layer = options.whole, q = kinds.tensor, k = kinds.tensor,
-              v = kinds.tensor, out = some },
+  forward = { layer = options.whole, q = kinds.tensor, k = kinds.tensor, v = some,
+              out = some },
   over = { ctx = objects.layer_context, out = some, lse = some }, direct = DIRECT,
   attend_slots = { ctx = objects.layer_context, memory = kinds.tensor, selection = some,
                    slots = some, out = some, lse = some, prev = some, prev_lse = some },

@@ -698,7 +698,8 @@ function Context:attention_weights(queries, layer, i, length)
     .. "queries, to %d, the tokens that the sequence holds", length, count, held)
   expect(not self.is_prefill or cache.tier.is_resident, "keys are in host memory, "
     .. "expected a decode step, before which all of them have arrived there")
-  local bytes = math.ceil(length / self.block_size) * self.format:bytes_page() / 2
+  local bytes = math.ceil(length / self.block_size) * self.format:bytes_page()
+    * self.format.key_share
   cache.tier:count_read(bytes)
   if self.reads then self.reads:add(bytes) end
   return tensor.scope(attention_weights, self, queries, layer, i, length)

@@ -120,7 +120,9 @@ function Reads:end_layer(ctx, is_observed)
   self.scored, self.steps = self.scored + self.of_layer, self.steps + steps
   self.scored_all = self.scored_all + all * self.page
   if is_observed then
-    local share = 1 - (self.has_keys and 0.5 or 0) - (self.has_values and 0.5 or 0)
+    local keys = self.cache.format.key_share
+    local share = 1 - (self.has_keys and keys or 0)
+      - (self.has_values and 1 - keys or 0)
     self.attended = self.attended + self.blocks_layer * self.page * share
     self.attended_all = self.attended_all + all * self.page
     self.blocks = self.blocks + self.blocks_layer
@@ -146,10 +148,10 @@ function Reads:entries(ctx, entries)
   self:each_block(ctx, entries:bytes() / (entries:size(0) * self.shape.kv_heads))
 end
 
---- Counts half of all blocks of a step's sequences, keys or values, that a kernel reads
--- where the cache has them. If that is host memory, they cross the link.
-function Reads:half(ctx)
-  local bytes = self.page / 2 * blocks_of(self, ctx)
+--- Counts a share of all blocks of a step's sequences, keys or values, that a kernel
+-- reads where the cache has them. If that is host memory, they cross the link.
+function Reads:share(ctx, share)
+  local bytes = self.page * share * blocks_of(self, ctx)
   self:add(bytes)
   if not self.cache.tier.is_resident then self.crossed = self.crossed + bytes end
 end
@@ -157,13 +159,13 @@ end
 --- Counts the keys of all blocks of a step's sequences, which the layer's blocks are
 -- scored by.
 function Reads:keys(ctx)
-  self:half(ctx)
+  self:share(ctx, self.cache.format.key_share)
   self.has_keys = true
 end
 
 --- Counts the values of all blocks of a step's sequences.
 function Reads:values(ctx)
-  self:half(ctx)
+  self:share(ctx, 1 - self.cache.format.key_share)
   self.has_values = true
 end
 

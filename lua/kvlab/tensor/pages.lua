@@ -36,9 +36,9 @@ end
 ---@param pages ffi.cdata*   struct kvl_pages
 ---@param strips ffi.cdata*  pages.key or pages.value
 function M.rows(pages, strips)
-  local bytes = strips.bytes_row / strips.dim
+  local bytes = pages.key.bytes_row / pages.key.dim
   local page, begin = tonumber(pages.bytes_page) / bytes, tonumber(strips.begin) / bytes
-  local strip, row = tonumber(strips.bytes) / bytes, strips.dim
+  local strip, row = tonumber(strips.bytes) / bytes, strips.bytes_row / bytes
   return function(block, kv_head, token)
     return block * page + begin + kv_head * strip + token * row
   end

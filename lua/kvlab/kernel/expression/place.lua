@@ -140,6 +140,10 @@ local function set_size(plan, x, dim, size)
 end
 
 local function check_leaf(plan, root, x)
+  if x.name == "v" and plan.is_shared then
+    fail(root, "%s: v is read where values are the first numbers of their keys, expected "
+      .. "k alone", plan.what)
+  end
   if AVAILABLE[plan.place][x.name] or INTERNAL[x.name] then return end
   fail(root, "%s: there is no %s in %s, which knows %s", plan.what, x.name,
     PLACE_NAMES[plan.place], table.concat(sorted.keys(AVAILABLE[plan.place]), ", "))
@@ -220,7 +224,7 @@ end
 local function new_plan(place, what, o)
   local plan = { place = place, what = what, roots = {}, fields = {}, consts = {},
     params = {}, inputs = {}, uses = {}, seen = {}, codec = o.codec,
-    dtype = pages.CODECS[o.codec].dtype,
+    dtype = pages.CODECS[o.codec].dtype, is_shared = o.is_shared,
     scaled = o.codec == "f8e4m3" and AVAILABLE[place].k or false,
     sizes = { head = o.group, token = o.block_size, dim = o.head_dim, layer = o.layers,
               kv_head = o.kv_heads } }

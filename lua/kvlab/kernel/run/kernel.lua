@@ -244,8 +244,9 @@ end
 --- What the plans of a policy's expressions need to know.
 function M.options_of(owner, shape, what)
   return {
-    codec = shape.format.name, group = shape.heads / shape.kv_heads,
-    layers = shape.layers, block_size = shape.block_size, head_dim = shape.head_dim,
+    codec = shape.format.name, is_shared = shape.format.is_shared,
+    group = shape.heads / shape.kv_heads, layers = shape.layers,
+    block_size = shape.block_size, head_dim = shape.head_dim,
     kv_heads = shape.kv_heads, scale = shape.scale,
     const_dims = function(x) return const_of(owner, x, what, shape.device):dims() end,
   }
@@ -370,7 +371,7 @@ end
 --- Counts what a score reads.
 local function count_score(plan, ctx)
   local bytes = bytes_of_fields(plan.fields)
-  if plan.uses.v then ctx.reads:half(ctx) end
+  if plan.uses.v then ctx.reads:share(ctx, 0.5) end
   if plan.uses.k then ctx.reads:keys(ctx) end
   ctx.reads:each_block(ctx, bytes)
 end

@@ -1,0 +1,126 @@
+--- A cache whose values are the first numbers of their keys, as those of latents are:
+-- every policy reads from it what it reads where values lie apart.
+local kv = require "kvlab"
+local rig = require "spec.rig"
+local support = require "spec.support"
+
+local cpu = kv.device "cpu"
+local VALUE_DIM, DIM = 16, rig.SHAPE.head_dim
+
+local SCRIPT = {
+  { "prefill", 1, 90 }, { "prefill", 2, 70 }, { "decode", 1, 2 }, { "prefill", 3, 20 },
+  { "decode", 1, 2, 3 }, { "verify", { 3, 1 }, 1, 2 }, { "take_back", { 2, 0 } },
+  { "decode", 1, 2 }, { "close", 3 }, { "truncate", 2, 50 }, { "decode", 2 },
+  { "prefill", 4, 33 }, { "decode", 1, 2, 4 },
+}
+
+local function policy_of(name)
+  return kv.policy(name, name ~= "full" and { blocks = 4, min_blocks = 0, sink = 1,
+    recent = 1 } or nil)
+end
+
+--- The outputs of a script, and of one whose values lie apart, without their zeros.
+local function both(name, o)
+  o = o or {}
+  o.value_dim, o.policy = VALUE_DIM, policy_of(name)
+  local got = rig.play(cpu, o, SCRIPT)
+  o.apart, o.policy = true, policy_of(name)
+  local apart, want = rig.play(cpu, o, SCRIPT), {}
+  for s, steps in pairs(apart) do
+    want[s] = {}
+    for n, out in ipairs(steps) do
+      want[s][n] = {}
+      for i, x in ipairs(out) do
+        if (i - 1) % DIM < VALUE_DIM then table.insert(want[s][n], x)
+        else assert.equal(0, x) end
+      end
+    end
+  end
+  return got, want
+end
+
+describe("a cache of latents", function()
+  local tried = {}
+  for _, name in ipairs(kv.policy.names("decode", { "full", "oracle", "mass_oracle" })) do
+    if not kv.policy(name).evict then
+      it("is read by " .. name, function()
+        local ok, got, want = pcall(both, name)
+        if not ok then
+          local why = tostring(got)
+          assert.truthy(why:find("first numbers of their keys", 1, true)
+            or why:find("value_dim=16]", 1, true), why) -- it reads values itself
+        else
+          assert.same(want, got)
+        end
+        tried[name] = ok
+      end)
+    end
+  end
+
+  it("serves policies that select by keys alone", function()
+    for _, name in ipairs { "full", "quest", "block_mean", "topk", "streaming_blocks",
+                            "gsa_on_device", "infllm", "oracle", "keydiff_blocks" } do
+      assert.is_true(tried[name], name)
+    end
+  end)
+
+  it("holds what its dtype and tables say", function()
+    for _, dtype in ipairs { "f16", "bf16" } do
+      local got, want = both("quest", { dtype = dtype })
+      assert.same(want, got)
+    end
+    for _, tables in ipairs { "layer", "head" } do
+      local got, want = both("quest", { tables = tables })
+      assert.same(want, got)
+    end
+  end)
+
+  it("counts keys alone as read", function()
+    local its = rig.new(cpu, { value_dim = VALUE_DIM, policy = policy_of "oracle" })
+    local probe = kv.probe(its.attention)
+    rig.play(cpu, { rig = its }, { { "prefill", 1, 100 }, { "decode", 1 } })
+    local seen = probe:metrics() -- 7 blocks of 16 keys: all are scored by
+    assert.equal(2 * 2 * 7 * 16 * DIM * 4, seen.bytes_read)
+    assert.equal(1, seen.bytes_share)
+    its.cache:close()
+  end)
+
+  it("has half the bytes, and a layout of its own in a store", function()
+    local function open(value_dim)
+      return kv.cache { layers = 1, blocks = 3, block_size = 4, kv_heads = 1,
+        head_dim = 24, value_dim = value_dim, device = cpu }
+    end
+    local latents, plain = open(16), open()
+    assert.equal(24 * 2, latents:bytes_token())
+    assert.equal(2 * 24 * 2, plain:bytes_token())
+    assert.same({ 1, 3, 1, 4, 24 }, latents.memory:dims())
+    assert.not_equal(kv.store.model("m", latents), kv.store.model("m", plain))
+    latents:close()
+    plain:close()
+  end)
+
+  it("refuses what does not know it", function()
+    local function open(o)
+      local all = { layers = 1, blocks = 9, block_size = 4, kv_heads = 1, head_dim = 24,
+                    value_dim = 16, device = cpu }
+      for key, value in pairs(o or {}) do all[key] = value end
+      return kv.cache(all)
+    end
+    support.raises("value_dim does not go with KV in host memory", open,
+      { offload = { slots = 2 } })
+    support.raises("int8 with shared values", open, { format = "int8", block_size = 8,
+      head_dim = 64 })
+    support.raises("values of 32 numbers", open, { value_dim = 32 })
+    local cache = open { tables = "head" }
+    support.raises("does not go with values that are the first numbers of their keys",
+      kv.attention, { cache = cache, heads = 4,
+                      decode_policy = kv.policy("knorm", { blocks = 5 }) })
+    local policy = kv.policy.define { name = "mine", decode = true,
+      score = kv.expr.v:sum "dim":max "token" }
+    support.raises("v is read where values are the first numbers of their keys",
+      kv.attention, { cache = cache, heads = 4, decode_policy = policy() })
+    support.raises("policy magicpig has a bias, a mask, a log_weight or emit",
+      kv.attention, { cache = cache, heads = 4, decode_policy = kv.policy "magicpig" })
+    cache:close()
+  end)
+end)
