@@ -124,6 +124,47 @@ describe("latents", function()
     end
   end)
 
+  support.it_on_cpu("are scored and summarised by all of their numbers", function(dev)
+    local C, check, dim, heads, lens = kv.C, kv.check, 576, 5, { 12, 7 }
+    local format = format_of { codec = "f32", head_dim = dim, value_dim = 512 }
+    local memory = support.poisoned(dev, "f32", { 5, 1, 4, dim })
+    local k = support.randn(dev, "f32", { 20, 1, dim }, 7)
+    kv.ops.append_kv(k, nil, kv.arange(dev, "i64", 20), memory, format)
+    local q = support.randn(dev, "f32", { 2, heads, dim }, 8)
+    local minmax = support.poisoned(dev, "f32", { 5, 2, 1, dim })
+    local tokens = kv.from(dev, "i32", { 5 }, { 4, 4, 4, 4, 3 })
+    check(C.kvl_block_minmax(memory, format, kv.arange(dev, "i32", 5), tokens, nil,
+      minmax))
+    local tables = kv.from(dev, "i32", { 2, 3 }, { 2, 0, 1, 3, 4, -1 })
+    local held = kv.from(dev, "i32", { 2 }, lens)
+    local exact = support.poisoned(dev, "f32", { 2, 1, 3 })
+    local bound = support.poisoned(dev, "f32", { 2, 1, 3 })
+    check(C.kvl_score_max_qk(q, memory, format, tables, held, C.KVL_GROUP_MAX, exact))
+    check(C.kvl_score_minmax(q, minmax, tables, held, 4, C.KVL_GROUP_MAX, bound))
+    local keys, queries, blocks = k:list(), q:list(), tables:list()
+    for row = 0, 5 do
+      local seq, block = math.floor(row / 3), blocks[row + 1]
+      local best, most = -math.huge, -math.huge
+      for h = 0, block >= 0 and heads - 1 or -1 do
+        local sums, above = { 0, 0, 0, 0 }, 0
+        local count = math.min(4, lens[seq + 1] - row % 3 * 4)
+        for d = 1, dim do
+          local x, high = queries[(seq * heads + h) * dim + d], -math.huge
+          for t = 1, count do
+            local product = x * keys[(block * 4 + t - 1) * dim + d]
+            sums[t], high = sums[t] + product, math.max(high, product)
+          end
+          above = above + high
+        end
+        for t = 1, count do best = math.max(best, sums[t]) end
+        most = math.max(most, above)
+      end
+      local got, upper = exact:list()[row + 1], bound:list()[row + 1]
+      assert.is_true(got == best or math.abs(got - best) < 2e-4, row)
+      assert.is_true(upper == most or math.abs(upper - most) < 2e-4, row)
+    end
+  end)
+
   local cpu = kv.device "cpu"
 
   it("take pages of keys alone", function()
