@@ -19,6 +19,15 @@ local function policy_of(name)
     recent = 1 } or nil)
 end
 
+--- The first numbers of every row of a result whose others are zeros.
+local function firsts_of(out)
+  local firsts = {}
+  for i, x in ipairs(out) do
+    if (i - 1) % DIM < VALUE_DIM then table.insert(firsts, x) else assert.equal(0, x) end
+  end
+  return firsts
+end
+
 --- The outputs of a script, and of one whose values lie apart, without their zeros.
 local function both(name, o)
   o = o or {}
@@ -28,13 +37,7 @@ local function both(name, o)
   local apart, want = rig.play(cpu, o, SCRIPT), {}
   for s, steps in pairs(apart) do
     want[s] = {}
-    for n, out in ipairs(steps) do
-      want[s][n] = {}
-      for i, x in ipairs(out) do
-        if (i - 1) % DIM < VALUE_DIM then table.insert(want[s][n], x)
-        else assert.equal(0, x) end
-      end
-    end
+    for n, out in ipairs(steps) do want[s][n] = firsts_of(out) end
   end
   return got, want
 end
@@ -73,6 +76,17 @@ describe("a cache of latents", function()
       local got, want = both("quest", { tables = tables })
       assert.same(want, got)
     end
+  end)
+
+  it("is forked, and written to by both", function()
+    local outs = {}
+    for i, apart in ipairs { false, true } do
+      local ran = rig.decode(cpu, { lengths = { 37, 20 }, steps = 3, fork = true,
+        value_dim = VALUE_DIM, apart = apart, policy = policy_of "quest" })
+      outs[i] = {}
+      for n, step in ipairs(ran.steps) do outs[i][n] = step.out:list() end
+    end
+    for n, out in ipairs(outs[2]) do assert.same(firsts_of(out), outs[1][n]) end
   end)
 
   it("counts keys alone as read", function()
