@@ -65,10 +65,17 @@ local function check_tables(o)
   end
 end
 
+--- Raises for what a cache of latents does not have.
+local function check_latents(o, device)
+  local lacks = o.offload and "KV in host memory (offload)"
+    or not device:is_cpu() and device:name() .. ", whose kernels read no such pages yet"
+  if lacks then error(("cache: value_dim does not go with %s"):format(lacks), 3) end
+end
+
 --- Opens KV memory for `blocks` blocks in each of `layers` layers.
 ---@param o table  layers, blocks, block_size, kv_heads, head_dim; value_dim: a value is
 --                 the first value_dim numbers of its key, as that of a latent is, and
---                 keys alone are held (values are as long as keys, and held, too);
+--                 keys alone are held; for a CPU (values are as long as keys);
 --                 device (--device's), format (bf16; f32 f16 f8e4m3 int8) of a page;
 --                 watermark (0): blocks that an append must leave free;
 --                 k_scale, v_scale: of an f8e4m3 cache, f32 [layers, kv_heads] (1): it
@@ -81,14 +88,11 @@ end
 ---@return kvlab.Cache
 function M.cache(o)
   o = options.check("cache", o, OPTIONS)
-  if o.value_dim and o.offload then
-    error("cache: value_dim does not go with KV in host memory (offload), expected one "
-      .. "of the two", 2)
-  end
-  local tables = o.tables or "one"
+  local device, tables = device_of(o.device), o.tables or "one"
+  if o.value_dim then check_latents(o, device) end
   if tables ~= "one" then check_tables(o) end
   local self = setmetatable({
-    device = device_of(o.device), tables = tables,
+    device = device, tables = tables,
     cut_layers = tables == "one" and 1 or o.layers,
     cut_heads = tables == "head" and o.kv_heads or 1,
     layers = o.layers, blocks = o.blocks, block_size = o.block_size,

@@ -137,4 +137,12 @@ describe("a cache of latents", function()
       kv.attention, { cache = cache, heads = 4, decode_policy = kv.policy "magicpig" })
     cache:close()
   end)
+
+  if kv.cuda_available() then
+    it("is refused on a GPU #gpu", function()
+      support.raises("value_dim does not go with cuda:0", kv.cache, { layers = 1,
+        blocks = 2, block_size = 4, kv_heads = 1, head_dim = 24, value_dim = 16,
+        device = kv.device "cuda" })
+    end)
+  end
 end)
