@@ -85,7 +85,7 @@ static int append_piece(const void *args, int64_t begin, int64_t end) {
 
 static inline int append_run(const struct append *a, void *queue) {
   const struct kvl_pages *to = &a->to;
-  if (a->tokens == 0) return 0;
+  if (a->tokens == 0 || to->kv_heads == 0) return 0;
   if (to->pinned) {
     int64_t rows = 0;
     for (int64_t head = 0; head < to->kv_heads; head++)
