@@ -504,9 +504,9 @@ int kvl_sequences_step(kvl_sequence *const *seqs, const int32_t *tokens, int n, 
  *
  * A format may say that a value is the first value_dim numbers of its key, as that of a latent
  * is (is_shared). Its pages hold keys alone, of f32, f16 or bf16; key_dim and value_dim are
- * multiples of 8, key_dim up to 576. On a CPU, kvl_append_kv, kvl_read_blocks and
- * kvl_paged_attention take such pages; value_dim is the length of what they give. Everywhere
- * else they are refused.
+ * multiples of 8, key_dim up to 576. kvl_append_kv, kvl_read_blocks and kvl_paged_attention
+ * without a hook take such pages; value_dim is the length of what they give. So do summaries
+ * and scores, which read keys alone (hashes with a key_dim of up to 256). Other ops refuse them.
  *
  * cache, q, k, v, out and summary begin at a multiple of 16 bytes.
  *

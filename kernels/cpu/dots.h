@@ -9,7 +9,7 @@
 
 #include "cpu/vec.h"
 
-enum { HEAD_DIM_MAX = 576, DOT_ROWS_MAX = 4 }; /* 576: kvl__latent_max of the ops */
+enum { HEAD_DIM_MAX = 576, DOT_ROWS_MAX = 4 }; /* KVL__LATENT_MAX of the ops */
 _Static_assert(VF <= 16, "head_dim, a multiple of 8, leaves no tail or half a vector");
 
 /* The shortest tail, in lanes, that head_dim leaves behind pairs of vectors; 0: none. */

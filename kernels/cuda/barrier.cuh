@@ -72,6 +72,12 @@ __device__ __forceinline__ void copy_bytes(uint32_t shared, const void *from, in
            "l"(from), "r"(bytes), "r"(barrier)
            : "memory");
 }
+/* Arrives when all of this thread's asynchronous 16-byte copies so far have arrived, without
+ * waiting for them. It orders nothing else that the thread wrote; who waits for it calls
+ * fence_async before wgmma reads them. */
+__device__ __forceinline__ void barrier_arrive_copied(uint32_t barrier) {
+  KVL_SM90("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 /* Orders this thread's writes to shared memory before wgmma and copies that start after the
  * next barrier. */
 __device__ __forceinline__ void fence_async() {
@@ -81,6 +87,11 @@ __device__ __forceinline__ void fence_async() {
 /* Barrier `id` (1 ... 15) of `threads` threads. */
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/* Arrives there without waiting. */
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 }  // namespace kvl

@@ -50,6 +50,15 @@ __device__ __forceinline__ void copy_box3(uint32_t shared, const CUtensorMap *ma
                "l"(map), "r"(0), "r"(c1), "r"(c2), "r"(barrier)
                : "memory");
 }
+/* The same for a box at coordinates (0, 0, c2, c3, c4). */
+__device__ __forceinline__ void copy_box_from(uint32_t shared, const CUtensorMap *map, int c2,
+                                              int c3, int c4, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile"
+      ".mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %3, %4, %5}], [%6];" ::"r"(shared),
+      "l"(map), "r"(0), "r"(c2), "r"(c3), "r"(c4), "r"(barrier)
+      : "memory");
+}
 /* The same for a box at coordinates (0, c1, 0, c3). */
 __device__ __forceinline__ void copy_box4(uint32_t shared, const CUtensorMap *map, int c1,
                                           int c3, uint32_t barrier) {
@@ -200,6 +209,10 @@ __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, b
     if constexpr (half)
       KVL_SHARED_PRODUCT(16, "f16", KVL_NAMES_8, "%8", "%9", "%10", KVL_D8(0));
     else KVL_SHARED_PRODUCT(16, "bf16", KVL_NAMES_8, "%8", "%9", "%10", KVL_D8(0));
+  } else if constexpr (N == 16) {
+    if constexpr (half)
+      KVL_SHARED_PRODUCT(32, "f16", KVL_NAMES_16, "%16", "%17", "%18", KVL_D16(0));
+    else KVL_SHARED_PRODUCT(32, "bf16", KVL_NAMES_16, "%16", "%17", "%18", KVL_D16(0));
   } else if constexpr (N == 32) {
     if constexpr (half)
       KVL_SHARED_PRODUCT(64, "f16", KVL_NAMES_32, "%32", "%33", "%34", KVL_D32(0));
@@ -212,10 +225,30 @@ __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, b
       KVL_SHARED_PRODUCT(96, "bf16", KVL_NAMES_48, "%48", "%49", "%50", KVL_D32(0),
                          KVL_D16(32));
   } else {
-    static_assert(N == 64, "8, 16, 64, 96 or 128 columns");
+    static_assert(N == 64, "8, 16, 32, 64, 96 or 128 columns");
     if constexpr (half)
       KVL_SHARED_PRODUCT(128, "f16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D64);
     else KVL_SHARED_PRODUCT(128, "bf16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D64);
+  }
+}
+
+/* d[64 x N] += a^T b^T, with a in shared memory with k down the rows, and b with k along them. */
+#define KVL_TURNED_PRODUCT(N, TYPE, NAMES, A, B, ...)                                     \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                 \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES \
+               "}, " A ", " B ", p, 1, 1, 1, 0;\n}"                                       \
+               : __VA_ARGS__                                                              \
+               : "l"(a), "l"(b))
+template <class T, int N>
+__device__ __forceinline__ void product_turned(float (&d)[N], uint64_t a, uint64_t b) {
+  constexpr bool half = std::is_same_v<T, __half>;
+  if constexpr (N == 8) {
+    if constexpr (half) KVL_TURNED_PRODUCT(16, "f16", KVL_NAMES_8, "%8", "%9", KVL_D8(0));
+    else KVL_TURNED_PRODUCT(16, "bf16", KVL_NAMES_8, "%8", "%9", KVL_D8(0));
+  } else {
+    static_assert(N == 16, "16 or 32 columns");
+    if constexpr (half) KVL_TURNED_PRODUCT(32, "f16", KVL_NAMES_16, "%16", "%17", KVL_D16(0));
+    else KVL_TURNED_PRODUCT(32, "bf16", KVL_NAMES_16, "%16", "%17", KVL_D16(0));
   }
 }
 
@@ -285,6 +318,7 @@ __device__ __forceinline__ void product_f8(float (&d)[N], uint64_t a, uint64_t b
 
 #undef KVL_F8_PRODUCT
 #undef KVL_REGISTER_PRODUCT
+#undef KVL_TURNED_PRODUCT
 #undef KVL_SHARED_PRODUCT
 #undef KVL_NAMES_128
 #undef KVL_NAMES_96

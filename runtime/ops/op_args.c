@@ -26,10 +26,6 @@ void kvl__expect_head_dim(struct kvl__call *c, int most) {
                    most);
 }
 
-int kvl__latent_max(const struct kvl__call *c) {
-  return c->device && kvl_device_is_cpu(c->device) ? 576 : KVL__HEAD_DIM_MAX;
-}
-
 /* The format that a tensor [blocks, 2, kv_heads, block_size, head_dim] stands for. */
 static kvl_format format_of(const kvl_tensor *memory) {
   int32_t dim = (int32_t)memory->shape[4];
@@ -126,12 +122,7 @@ struct kvl_pages kvl__any_pages_arg(struct kvl__call *c, const char *name,
     kvl__bind(c, name, "value_dim", format->value_dim);
   }
   const int is_shared = c->status >= 0 && format->is_shared;
-  if (is_shared && !kvl_device_is_cpu(c->device))
-    kvl__call_fail(c,
-                   "%s has shared values on %s, expected the CPU: no kernel of a GPU reads "
-                   "them yet",
-                   name, kvl_device_name(c->device));
-  kvl__expect_head_dim(c, is_shared ? kvl__latent_max(c) : KVL__HEAD_DIM_MAX);
+  kvl__expect_head_dim(c, is_shared ? KVL__LATENT_MAX : KVL__HEAD_DIM_MAX);
   if (c->status < 0) return view;
   view = kvl__pages(format);
   view.memory = memory->ptr;

@@ -13,7 +13,7 @@ struct kvl_pages kvl__pages_arg(struct kvl__call *c, const char *name,
                                 const kvl_tensor *memory, const kvl_format *format,
                                 const char *shape);
 /* The same for ops that also know values which are the first numbers of their keys, or that
- * read keys alone. On a CPU there are kernels for them. */
+ * read keys alone. */
 struct kvl_pages kvl__any_pages_arg(struct kvl__call *c, const char *name,
                                     const kvl_tensor *memory, const kvl_format *format,
                                     const char *shape);
@@ -32,9 +32,9 @@ unsigned kvl__rows_of(int codec);
 /* The dtypes that keys and values may have when an op reads them as they are stored: the
  * codec's own, if rows may have it, and f32, f16 and bf16. */
 unsigned kvl__read_of(int codec);
-/* Expects a head_dim that the kernels support; of a latent, they support more on a CPU. */
-enum { KVL__HEAD_DIM_MAX = 256 };
+/* Expects a head_dim that the kernels support; where values may be the first numbers of their
+ * keys, they support more. */
+enum { KVL__HEAD_DIM_MAX = 256, KVL__LATENT_MAX = 576 };
 void kvl__expect_head_dim(struct kvl__call *c, int most);
-int kvl__latent_max(const struct kvl__call *c);
 
 #endif

@@ -196,6 +196,9 @@ int kvl_paged_attention(const kvl_attention *a) {
     hooked.scores = a->scores->ptr;
   }
   hook_args(&c, a, &hooked);
+  if ((a->hook || a->scores) && a->format && a->format->is_shared)
+    kvl__call_fail(&c, "%s given for a cache whose values are the first numbers of its keys",
+                   a->hook ? "hook is" : "scores are");
   if (c.status < 0) return c.status;
   args->q = a->q->ptr;
   args->tables = a->tables->ptr;
@@ -269,7 +272,7 @@ static void score_args(struct kvl__call *c, const kvl_tensor *q, const kvl_tenso
   kvl__arg(c, "tables", tables, KVL__I32, "seqs max_blocks");
   kvl__arg(c, "lens", lens, KVL__I32, "seqs");
   kvl__arg(c, "scores", scores, KVL__F32, "seqs kv_heads max_blocks");
-  kvl__expect_head_dim(c, kvl__latent_max(c));
+  kvl__expect_head_dim(c, KVL__LATENT_MAX);
   kvl__expect_groups(c);
   if (group != KVL_GROUP_MAX && group != KVL_GROUP_MEAN)
     kvl__call_fail(c, "group is %d, expected %d (max) or %d (mean)", group, KVL_GROUP_MAX,

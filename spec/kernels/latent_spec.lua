@@ -20,7 +20,7 @@ local function add(topic, c)
 end
 
 for _, dims in ipairs { { 8, 8 }, { 24, 16 }, { 72, 64 }, { 96, 8 }, { 200, 200 },
-                        { 288, 256 }, { 576, 512 } } do
+                        { 288, 256 }, { 576, 512 }, { 576, 576 } } do
   for _, rows in ipairs { false, { 9 } } do
     add("any sizes of keys and values", { lens = { 70 }, rows = rows or nil, group = 5,
       head_dim = dims[1], value_dim = dims[2] })
@@ -84,8 +84,57 @@ local function format_of(o)
     value_dim = o.value_dim or 16 }
 end
 
+--- Cases for a GPU: the same in 16 bits, which tensor cores take, and in f32.
+local function gpu_cases(cases)
+  local all = {}
+  for _, c in ipairs(cases) do
+    all[#all + 1] = c
+    if not c.dtype then
+      for _, dtype in ipairs { "bf16", "f16" } do
+        local with = {}
+        for key, value in pairs(c) do with[key] = value end
+        with.dtype = dtype
+        all[#all + 1] = with
+      end
+    end
+  end
+  return all
+end
+
+local large = {} -- sizes that a GPU divides over its thread blocks
+for _, group in ipairs { 1, 16, 20, 32, 33, 64, 128, 130 } do
+  for _, with in ipairs { {}, { listed = "shared", count = 300 }, { window = 700 },
+                          { select = "shared" }, { rows = { 3, 70 } } } do
+    large[#large + 1] = { lens = { 900, 2000 }, rows = with.rows, group = group,
+      head_dim = 576, value_dim = 512, dtype = "bf16", block_size = 64,
+      listed = with.listed, count = with.count, window = with.window,
+      select = with.select }
+  end
+end
+for _, block_size in ipairs { 1, 5, 8, 48, 128 } do
+  large[#large + 1] = { lens = { 700, 3, 0, 129 }, group = 16, head_dim = 576,
+    value_dim = 512, dtype = "f16", block_size = block_size }
+end
+local many = {}
+for i = 1, 300 do many[i] = i * 7 % 90 end
+large[#large + 1] = { lens = many, group = 64, head_dim = 128, value_dim = 64,
+  dtype = "bf16", block_size = 16 }
+
+local function check_gpu(cuda, cpu, cases)
+  for i, c in ipairs(cases) do
+    local out, lse = attention.run(cuda, c)
+    local want, want_lse = attention.run(cpu, c)
+    local rel = 2 * math.max(ulp[out:type()], ulp[c.dtype or "f32"])
+    support.close(out, want, 6e-5 + rel, rel, ("out of case %d"):format(i))
+    support.close(lse, want_lse, 6e-5 + rel / 8, 1e-5, ("lse of case %d"):format(i))
+  end
+end
+
 describe("latents", function()
   for name, cases in pairs(topics) do
+    support.it_on_gpu("are read by attention: " .. name, function(cuda, cpu)
+      check_gpu(cuda, cpu, gpu_cases(cases))
+    end)
     support.it_on_cpu("are read by attention: " .. name, function(dev)
       for i, c in ipairs(support.sample(cases)) do
         local want, want_lse = attention.expected(c)
@@ -97,7 +146,11 @@ describe("latents", function()
     end)
   end
 
-  support.it_on_cpu("come back as they were appended", function(dev)
+  support.it_on_gpu("are divided over a GPU", function(cuda, cpu)
+    check_gpu(cuda, cpu, large)
+  end)
+
+  local function come_back(dev)
     for _, dtype in ipairs { "f32", "f16", "bf16" } do
       local format = format_of { codec = dtype, kv_heads = 2 }
       local memory = support.poisoned(dev, dtype, { 5, 2, 4, 24 })
@@ -122,9 +175,11 @@ describe("latents", function()
       end
       for i = 5 * 2 * 4 * 24 + 1, #keys do assert.equal(0, keys[i]) end
     end
-  end)
+  end
+  support.it_on_cpu("come back as they were appended", come_back)
+  support.it_on_gpu("come back as they were appended", come_back)
 
-  support.it_on_cpu("are scored and summarised by all of their numbers", function(dev)
+  local function are_scored(dev)
     local C, check, dim, heads, lens = kv.C, kv.check, 576, 5, { 12, 7 }
     local format = format_of { codec = "f32", head_dim = dim, value_dim = 512 }
     local memory = support.poisoned(dev, "f32", { 5, 1, 4, dim })
@@ -163,7 +218,9 @@ describe("latents", function()
       assert.is_true(got == best or math.abs(got - best) < 2e-4, row)
       assert.is_true(upper == most or math.abs(upper - most) < 2e-4, row)
     end
-  end)
+  end
+  support.it_on_cpu("are scored and summarised by all of their numbers", are_scored)
+  support.it_on_gpu("are scored and summarised by all of their numbers", are_scored)
 
   local cpu = kv.device "cpu"
 

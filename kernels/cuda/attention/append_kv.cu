@@ -1,7 +1,8 @@
 /* Scatters the rows of K and V of new tokens into the paged cache: cache[place] = k, v. An
  * f8e4m3 cache gets k / k_scale and v / v_scale, saturated.
  *
- *   k, v   like cache or f32 (for f8e4m3: f32 f16 bf16)  [tokens, kv_heads, head_dim]
+ *   k, v   like cache or f32 (for f8e4m3: f32 f16 bf16)  [tokens, kv_heads, head_dim]; no v
+ *          where values are the first numbers of keys
  *   places  i64                  [tokens]   block * block_size + offset; < 0 is skipped
  *   cache  f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   k_scale, v_scale  f32       [kv_heads]   optional

@@ -111,6 +111,7 @@ __device__ __forceinline__ void write_row(const kvl_pages &c, int64_t block, int
   To *const to = row_in<To>(c, c.key, block, head, offset);
   if (!to) return;
   store_pack<N>(to + dim, (const pack<To, N> &)k);
+  if (c.value.begin == 0) return; /* values are numbers of keys */
   store_pack<N>(row_in<To>(c, c.value, block, head, offset) + dim, (const pack<To, N> &)v);
   if constexpr (packs<To>) {
     if (dim % PACKED_GROUP) return;
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(APPEND_THREADS)
     pack<From, N> k_raw = {}, v_raw = {};
     if (inside) {
       k_raw = load_pack<N>((const From *)a.k + from);
-      v_raw = load_pack<N>((const From *)a.v + from);
+      if (a.v) v_raw = load_pack<N>((const From *)a.v + from);
     }
     const token_place to(place, size);
     const auto k = kept<To>(k_raw, a.cache.k_scale, head);

@@ -29,6 +29,7 @@
  *           paged_prefill.cuh  16-bit prefill elsewhere, and other head_dims
  *           paged_mend.cuh     after both: rows in which V of unseen keys was NaN
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
+ *           latent.cuh         pages whose values are the first numbers of their keys
  *           hook.cuh           all of them can be compiled with a hook at run time
  * Bytes     decode: 2 * keys * head_dim * element a KV head, once; limit: memory
  * Flops     prefill: 4 * rows * keys * head_dim a head; limit: tensor cores
@@ -52,6 +53,7 @@
  * read on the device, so a captured launch serves later steps. */
 #include "args/attention.h"
 #include "cuda/attention/hook_launch.cuh"
+#include "cuda/attention/latent_launch.cuh"
 #include "cuda/attention/listed_launch.cuh"
 #include "cuda/attention/paged_combine.cuh"
 #include "cuda/attention/paged_decode.cuh"
@@ -366,7 +368,8 @@ int launch(const hooked &h, const kvl_cuda_queue *q) {
   if (!aligned16(a.q, a.cache.memory, a.prev_out, a.out))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
   int status = KVL_ERR_UNSUPPORTED;
-  if (a.listed && (a.dtype == KVL_DTYPE_F32 || kvl__packs(a.cache.codec)))
+  if (is_latent(a)) status = launch_latent(a, q);
+  else if (a.listed && (a.dtype == KVL_DTYPE_F32 || kvl__packs(a.cache.codec)))
     status = launch_listed(h, q);
   else if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(h, q);
   else if (a.dtype == KVL_DTYPE_F16) status = launch_16bit<__half>(h, q);
@@ -394,9 +397,10 @@ KVL_CUDA_WORKSPACE(paged_attention) {
   const kvl_hooked_attention_args &h = *(const kvl_hooked_attention_args *)args;
   const kvl_paged_attention_args &a = h.base;
   if (a.tokens == 0 || a.seqs == 0 || a.heads == 0) return 0;
-  if (a.listed) return h.hook ? kvl::note_bytes(a) : 0;
   int device = 0;
   cudaGetDevice(&device);
+  if (kvl::is_latent(a)) return kvl::latent_bytes(a, device, sm_count);
+  if (a.listed) return h.hook ? kvl::note_bytes(a) : 0;
   if (kvl::wgmma_takes(a, device, h.hook))
     return kvl::wgmma_bytes(a, device, sm_count, h.hook);
   if (!a.starts) return kvl::place_bytes(h, kvl::decode_place(h, sm_count));

@@ -78,12 +78,13 @@ __device__ bool hides_poison(const kvl_paged_attention_args &a, const mend_row &
 }
 
 /* Computes a row again from a source's keys, number `first` and on, and writes it; a warp calls
- * it. */
-template <class T, class C, class H, class Keys>
+ * it. MOST: numbers of a value. */
+template <class T, class C, int MOST = 256, class H, class Keys>
 __device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r,
                             const H &hook, const Keys &keys, int first) {
-  constexpr int DIMS = 256 / WARP; /* of a lane, at most: dims lane, lane + 32, ... */
+  constexpr int DIMS = MOST / WARP; /* of a lane, at most: dims lane, lane + 32, ... */
   const int lane = threadIdx.x % WARP, head_dim = a.cache.key.dim;
+  const int value_dim = a.cache.value.dim;
   const T *const q = (const T *)a.q + r.row * head_dim;
   const score_rule rule(a);
   const float k_scale = a.cache.k_scale ? a.cache.k_scale[r.kv_head] : 1.f;
@@ -123,7 +124,7 @@ __device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r
       const float by = __shfl_sync(ALL_LANES, weight, from);
 #pragma unroll
       for (int i = 0; i < DIMS; i++)
-        if (i * WARP + lane < head_dim) {
+        if (i * WARP + lane < value_dim) {
           float x[1];
           key_numbers<C>(a.cache, row, keys.to_value(), i * WARP + lane, x);
           sums[i] += by * x[0];
@@ -134,8 +135,8 @@ __device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r
   if (a.cache.v_scale) end.scale *= a.cache.v_scale[r.kv_head];
 #pragma unroll
   for (int i = 0; i < DIMS; i++) {
-    if (i * WARP + lane >= head_dim) break;
-    const int64_t at = r.row * head_dim + i * WARP + lane;
+    if (i * WARP + lane >= value_dim) break;
+    const int64_t at = r.row * value_dim + i * WARP + lane;
     float x[1] = {sums[i]};
     finish(a, end, at, x);
     store_out(a, at, x);
@@ -144,15 +145,15 @@ __device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r
 }
 
 /* The same from the blocks of the row's sequence, or of its selection. */
-template <class T, class C, class H>
+template <class T, class C, int MOST = 256, class H>
 __device__ __forceinline__ void compute_row(const kvl_paged_attention_args &a,
                                             const mend_row &r, const H &hook) {
   const paged_keys keys(a, r.seq, r.kv_head, r.low, min(r.limit + 1, r.length));
-  compute_row<T, C>(a, r, hook, keys, first_key(keys));
+  compute_row<T, C, MOST>(a, r, hook, keys, first_key(keys));
 }
 
 /* notes: u8 [tokens, heads], 16-byte aligned, with room for a multiple of 16. */
-template <class T, class C, class H>
+template <class T, class C, int MOST = 256, class H>
 __device__ __forceinline__ void mend_rows(const kvl_paged_attention_args &a,
                                           const uint8_t *notes, const H &hook) {
   let_next_start();
@@ -186,16 +187,16 @@ __device__ __forceinline__ void mend_rows(const kvl_paged_attention_args &a,
           }
         }
         if (r.seq >= 0 && (H::ACTIVE || a.prev_lse || hides_poison<C>(a, r)))
-          compute_row<T, C>(a, r, hook);
+          compute_row<T, C, MOST>(a, r, hook);
       }
     }
   }
 }
 
-template <class T, class C>
+template <class T, class C, int MOST>
 __global__ void __launch_bounds__(MEND_WARPS *WARP)
     paged_mend(const __grid_constant__ kvl_paged_attention_args a, const uint8_t *notes) {
-  mend_rows<T, C>(a, notes, no_hook());
+  mend_rows<T, C, MOST>(a, notes, no_hook());
 }
 
 #ifndef __CUDACC_RTC__
@@ -205,10 +206,10 @@ inline int mend_blocks(const kvl_paged_attention_args &a, int sm_count) {
   return most < sm_count ? (int)most : sm_count;
 }
 /* Computes the rows again that are noted in the workspace. */
-template <class T, class C>
+template <class T, class C, int MOST = 256>
 int launch_mend(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  return launch_programmatic(paged_mend<T, C>, mend_blocks(a, q->sm_count), MEND_WARPS * WARP,
-                             0, q, a, (const uint8_t *)a.workspace);
+  return launch_programmatic(paged_mend<T, C, MOST>, mend_blocks(a, q->sm_count),
+                             MEND_WARPS * WARP, 0, q, a, (const uint8_t *)a.workspace);
 }
 #endif
 

@@ -2,6 +2,7 @@
  * where they are. One kernel serves all shapes and head_dims: it waits for memory. */
 #include "args/attention.h"
 #include "cuda/attention/combine_parts.cuh"
+#include "cuda/attention/latent_memory.cuh"
 #include "cuda/attention/paged_mend.cuh"
 #include "cuda/attention/wgmma_launch.cuh"
 
@@ -11,12 +12,12 @@ namespace {
 /* A warp takes some dims of a query row. The one with the first of them computes the row again
  * if that is necessary (paged_mend.cuh); with a hook, it notes it. Beside work with few rows
  * the kernel starts early, as paged_combine does: what it runs before it waits costs nothing. */
-template <class T, class C>
+template <class T, class C, int MOST>
 __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     wgmma_combine(const __grid_constant__ kvl_paged_attention_args a,
                   const __grid_constant__ wgmma_plan plan, int dim_lanes, bool hooked) {
 #if KVL_SM90A
-  const int D = a.cache.key.dim;
+  const int D = a.cache.value.dim;
   let_next_start();
   const combine_lanes lanes(dim_lanes);
   const int pieces = (D / 4 + dim_lanes - 1) / dim_lanes;
@@ -51,37 +52,40 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
         return (uint32_t)(plan.part(share + i, beside, i == 0) * plan.rows + r);
       };
       join_parts(lanes, plan.out, plan.lse, D, dim, count, part, x, m, sum);
-      mends = sum != sum;
+      mends = sum != sum && !a.listed;
       if (lanes.mine == 0 && dim < D && !mends)
         write_row(a, end_row(a, row, m, sum), row, dim, x);
       if (hooked && is_first && threadIdx.x % WARP == 0) plan.notes[row] = mends;
     }
     if (mends && is_first && !hooked) {
       const mend_row again(a, row);
-      compute_row<T, C>(a, again, no_hook());
+      compute_row<T, C, MOST>(a, again, no_hook());
     }
   }
   wait_for_previous();
 #endif
 }
 
-template <class T, class C>
+template <class T, class C, int MOST>
 int launch_codec(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool hooked,
                  const kvl_cuda_queue *q) {
   const int64_t items = (int64_t)plan.entries * plan.lanes;
   const int dim_lanes = combine_dim_lanes(plan.shares * plan.side / items + 2);
-  const int64_t warps = items * plan.rows * ceil_div(a.cache.key.dim / 4, dim_lanes);
+  const int64_t warps = items * plan.rows * ceil_div(a.cache.value.dim / 4, dim_lanes);
   const int64_t blocks = ceil_div(warps, COMBINE_WARPS), full = 4 * (int64_t)q->sm_count;
-  const int status = prefer_shared<wgmma_combine<T, C>>(q);
+  const int status = prefer_shared<wgmma_combine<T, C, MOST>>(q);
   if (status < 0) return status;
-  return launch_programmatic(wgmma_combine<T, C>, (unsigned)(blocks < full ? blocks : full),
-                             COMBINE_WARPS * WARP, 0, q, a, plan, dim_lanes, hooked);
+  return launch_programmatic(wgmma_combine<T, C, MOST>,
+                             (unsigned)(blocks < full ? blocks : full), COMBINE_WARPS * WARP,
+                             0, q, a, plan, dim_lanes, hooked);
 }
 template <class T>
 int launch_dtype(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool hooked,
                  const kvl_cuda_queue *q) {
+  if (!a.cache.value.begin)
+    return launch_codec<T, T, latent_shape<64>::D>(a, plan, hooked, q);
   return with_codec<T>(a.cache.codec, [&](auto of) {
-    return launch_codec<T, typename decltype(of)::C>(a, plan, hooked, q);
+    return launch_codec<T, typename decltype(of)::C, 256>(a, plan, hooked, q);
   });
 }
 

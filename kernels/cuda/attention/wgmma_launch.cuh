@@ -106,7 +106,8 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
   /* A box lies in one share. */
   const int most_keys = shape::KEYS / shape::SHARES;
   plan.box = wgmma_boxes(a.cache) ? common_divisor(a.cache.block_size, most_keys) / 8 : 0;
-  plan.tokens_tile = a.starts ? shape::ROWS / heads_each : 1;
+  const bool listed = shape::LATENTS && a.listed; /* a list is one token's */
+  plan.tokens_tile = a.starts && !listed ? shape::ROWS / heads_each : 1;
   plan.by_tile = divisor(plan.tokens_tile);
   plan.rows_most = shape::ROWS;
   plan.subgroups = (group + shape::ROWS - 1) / shape::ROWS;
@@ -117,9 +118,12 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
   plan.notes = (uint8_t *)at;
   at += notes;
   const int64_t busy = busy_entries(a, plan.tokens_tile);
-  const int64_t room = (a.selection ? a.max_selected : a.max_blocks) * a.cache.block_size;
+  const int64_t room = listed ? a.max_selected
+                              : (a.selection ? a.max_selected : a.max_blocks) *
+                                    a.cache.block_size;
   if (busy * plan.lanes < 2 * sm_count || busy == a.seqs) {
-    plan.side = few_rows(a, shape::ROWS) ? lanes_beside(plan.lanes, sm_count) : 1;
+    const bool beside = shape::LATENTS || few_rows(a, shape::ROWS);
+    plan.side = beside ? lanes_beside(plan.lanes, sm_count) : 1;
     plan.shares = sm_count / plan.side;
     /* The tiles of one sequence have the same keys: with whole shares for each of them, these
      * keys are read at about the same time. */
@@ -127,9 +131,10 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
     const int64_t tiles = plan.entries * (room / shape::KEYS + 1) * plan.groups();
     if (tiles < plan.shares) plan.shares = (int)tiles;
     plan.rows = (int)(a.tokens < plan.tokens_tile ? a.tokens : plan.tokens_tile) * heads_each;
-    /* A share reads at least 8 times the bytes of its partial result. */
+    /* A share reads at least 8 times the bytes of its partial result, but of latents, of which
+     * a tile takes long, any. */
     const int bytes = (shape::BYTES ? 2 : 4) * shape::KEYS; /* a tile's, for one dim */
-    plan.least = (8 * 4 * plan.rows + bytes - 1) / bytes;
+    plan.least = shape::LATENTS ? 1 : (8 * 4 * plan.rows + bytes - 1) / bytes;
     const size_t parts = (size_t)2 * plan.shares * plan.side * plan.rows;
     plan.out = (float *)at;
     plan.lse = plan.out + parts * shape::D;

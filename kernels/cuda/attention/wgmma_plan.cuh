@@ -45,6 +45,7 @@ template <int D_, class C_ = void, wgmma_kind KIND = WGMMA_MANY> struct wgmma_sh
   static constexpr int D = D_;
   static constexpr bool F8 = same<C, f8e4m3>, PACKED = packs<C>, BYTES = F8 || PACKED;
   static constexpr bool FEW = KIND == WGMMA_FEW, BY_ROW = KIND == WGMMA_BY_ROW;
+  static constexpr bool LATENTS = false; /* see latent.cuh */
   static constexpr bool LESS = FEW && !BYTES;
   static constexpr bool FOURTH = BYTES || BY_ROW;     /* a warpgroup more */
   static constexpr bool HAS_FEW = !BYTES || D <= 192; /* else it would be the same */
@@ -216,6 +217,13 @@ struct wgmma_work {
   template <class shape>
   __device__ void set_tiles(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                             bool exact) {
+    if constexpr (shape::LATENTS) {
+      if (a.listed) {
+        first_key = 0;
+        tiles = max(1, (int)((a.max_selected + shape::KEYS - 1) / shape::KEYS));
+        return;
+      }
+    }
     const int block_size = a.cache.block_size;
     int keys = max(0, min(length, a.causal ? index0 + tokens : INT_MAX));
     int skip = plan.by_block.quotient(window_begin(a, index0));

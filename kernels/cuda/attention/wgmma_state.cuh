@@ -156,6 +156,7 @@ template <class T, class shape> struct wgmma_state {
 /* The indices that a query row sees: `seen` of them, from `low` on. */
 struct wgmma_sight {
   int at, low, seen;
+  wgmma_sight() = default;
   __device__ wgmma_sight(const kvl_paged_attention_args &a, const wgmma_work &w, int r)
       : at(w.index0 + r / w.heads_each), low(window_begin(a, at)) {
     const int end = a.causal ? min(at + 1, w.length) : w.length;

@@ -3,7 +3,8 @@
  *
  * A row of head_dim numbers is spread over `lanes` threads with 16 bytes each (f32: 32). The
  * number of lanes is a power of two, so that a warp holds whole rows; the other threads take
- * further tokens. For small blocks one warp takes a (block, KV head), for large ones
+ * further tokens. Of a row that 32 threads cannot hold, as a latent's, they take a chunk. For
+ * small blocks one warp takes a (block, KV head), for large ones
  * eight. */
 #ifndef KVL_CUDA_BLOCK_REDUCE_CUH
 #define KVL_CUDA_BLOCK_REDUCE_CUH
@@ -42,13 +43,18 @@ __device__ __forceinline__ void store_summary(T *to, const float (&x)[N]) {
  *   finish(x, cache, row, head, dim, tokens)  stores the result */
 template <class C, class A, class F, int THREADS>
 __global__ void __launch_bounds__(REDUCE_THREADS)
-    block_reduce_rows(const __grid_constant__ A a, int lanes, const F f) {
+    block_reduce_rows(const __grid_constant__ A a, int lanes, int chunks, const F f) {
   using word = typename F::word;
   constexpr int UNITS = REDUCE_THREADS / THREADS, WARPS = THREADS / WARP, AHEAD = 4;
   constexpr int DIMS = REDUCE_DIMS<C>, WORDS = F::WORDS, ROW = 256 / DIMS * WORDS;
   __shared__ word sums[WARPS > 1 ? WARPS : 1][WARPS > 1 ? F::N * ROW : 1];
   const int unit = threadIdx.x / THREADS, tid = threadIdx.x % THREADS;
-  const int64_t pair = blockIdx.x * (int64_t)UNITS + unit;
+  int64_t pair = blockIdx.x * (int64_t)UNITS + unit;
+  int chunk = 0;
+  if (chunks > 1) {
+    chunk = (int)(pair % chunks);
+    pair /= chunks;
+  }
   let_next_start();
   wait_for_previous();
   /* When a block has one unit, the whole block returns here; when it has several, no
@@ -60,7 +66,8 @@ __global__ void __launch_bounds__(REDUCE_THREADS)
   const int64_t block = a.blocks[i], to = a.rows ? a.rows[i] : block;
   if (block < 0 || block >= cache.blocks || to < 0 || to >= a.summary_rows) return;
   const int count = max(0, min(a.tokens[i], cache.block_size));
-  const int lane = tid % lanes, rows = THREADS / lanes, dim = lane * DIMS;
+  const int lane = tid % lanes, rows = THREADS / lanes;
+  const int dim = (chunk * lanes + lane) * DIMS;
   const bool inside = dim < cache.key.dim;
   const char *k = (const char *)cache.memory + kvl__strip_at(&cache, &cache.key, block, head);
 
@@ -111,14 +118,15 @@ int launch_block_reduce(const A &a, const F &f, const kvl_cuda_queue *q) {
   if (!aligned16(a.cache.memory, a.summary))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
   int lanes = 1;
-  while (lanes * REDUCE_DIMS<C> < a.cache.key.dim) lanes *= 2;
-  int64_t pairs = a.n * a.cache.kv_heads, units = REDUCE_THREADS / WARP;
+  while (lanes < WARP && lanes * REDUCE_DIMS<C> < a.cache.key.dim) lanes *= 2;
+  const int chunks = ceil_div(a.cache.key.dim, lanes * REDUCE_DIMS<C>);
+  const int64_t pairs = a.n * a.cache.kv_heads * chunks, units = REDUCE_THREADS / WARP;
   if (a.cache.block_size > 64)
     return launch_programmatic(block_reduce_rows<C, A, F, REDUCE_THREADS>, (unsigned)pairs,
-                               REDUCE_THREADS, 0, q, a, lanes, f);
+                               REDUCE_THREADS, 0, q, a, lanes, chunks, f);
   return launch_programmatic(block_reduce_rows<C, A, F, WARP>,
                              (unsigned)((pairs + units - 1) / units), REDUCE_THREADS, 0, q, a,
-                             lanes, f);
+                             lanes, chunks, f);
 }
 
 }  // namespace kvl

@@ -66,16 +66,16 @@ local function check_tables(o)
 end
 
 --- Raises for what a cache of latents does not have.
-local function check_latents(o, device)
-  local lacks = o.offload and "KV in host memory (offload)"
-    or not device:is_cpu() and device:name() .. ", whose kernels read no such pages yet"
-  if lacks then error(("cache: value_dim does not go with %s"):format(lacks), 3) end
+local function check_latents(o)
+  if o.offload then
+    error("cache: value_dim does not go with KV in host memory (offload)", 3)
+  end
 end
 
 --- Opens KV memory for `blocks` blocks in each of `layers` layers.
 ---@param o table  layers, blocks, block_size, kv_heads, head_dim; value_dim: a value is
 --                 the first value_dim numbers of its key, as that of a latent is, and
---                 keys alone are held; for a CPU (values are as long as keys);
+--                 keys alone are held (values are as long as keys);
 --                 device (--device's), format (bf16; f32 f16 f8e4m3 int8) of a page;
 --                 watermark (0): blocks that an append must leave free;
 --                 k_scale, v_scale: of an f8e4m3 cache, f32 [layers, kv_heads] (1): it
@@ -89,7 +89,7 @@ end
 function M.cache(o)
   o = options.check("cache", o, OPTIONS)
   local device, tables = device_of(o.device), o.tables or "one"
-  if o.value_dim then check_latents(o, device) end
+  if o.value_dim then check_latents(o) end
   if tables ~= "one" then check_tables(o) end
   local self = setmetatable({
     device = device, tables = tables,

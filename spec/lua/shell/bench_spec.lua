@@ -303,7 +303,7 @@ describe("bench #release", function()
   it("has cases that pass their own checks", function()
     local ids = { "P1", "P1-f8", "P1-zipf", "P2", "P3", "P4", "P5", "P6", "P6b", "P8",
                   "P13", "P14", "P15", "E1", "E2", "E3", "E4", "E5", "E6", "E9", "E20",
-                  "E21", "E22", "P20", "F" }
+                  "E21", "E22", "P20", "F", "M2", "M3", "M6" }
     -- Other specs measure limits; here checks count, so a case is called three times.
     local text = [[return function(b)
       setmetatable(b.limits, { __index = function(_, key)

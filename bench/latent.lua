@@ -1,0 +1,93 @@
+--- Attention over latents (MLA, absorbed): bf16 keys of 576 numbers, of which the first
+-- 512 are the value, one for all heads; blocks of 64, random tables. Dense decode with
+-- many heads (M5) and few (M6), and lists of 2048 random tokens: in decode with 128 heads
+-- (M1) and others (M2), and for rows of a prompt (M3). Limit: with up to 32 heads every
+-- key once, at the read bandwidth of the same run; with more the GEMM of the same run.
+-- Targets: times of FlashMLA on an H200, 2026-11-23, and shares of them. Its lists are of
+-- f8 keys.
+local kv = require "kvlab"
+local paged = require "bench.lib.paged"
+
+local DIM, VALUE, BLOCK = 576, 512, 64
+local SCALE = 1 / math.sqrt(192) -- DeepSeek's: of the keys before they are absorbed
+
+--- Checks one row of q: all of its heads over the tokens that it sees.
+local function check_row(w, row, seq, seen)
+  kv.scope(function()
+    local width = w.tables:size(1)
+    local keys = kv.tensor(w.q.device, "f32", { width, 1, BLOCK, DIM })
+    kv.ops.read_blocks(w.cache, w.tables:index(seq), keys, nil, w.format)
+    keys = keys:reshape({ -1, DIM }):narrow(0, seen)
+    if w.listed then
+      keys = keys:gather_rows(w.listed:reshape({ w.q:size(0), -1 }):index(row))
+    end
+    local scores = w.q:index(row):cast("f32"):matmul_t(keys) * SCALE
+    local want = scores:softmax():matmul(keys) -- the first numbers of keys are values
+    want = want:transpose(0, 1):narrow(0, VALUE):transpose(0, 1)
+    paged.expect("attention over latents", w.out:index(row), want, 0.02)
+  end)
+end
+
+--- Sequences of `len` tokens whose newest `news` are rows of q, with so many heads.
+---@param k? integer  listed tokens of a row; all are attended to unless given
+local function latents(seqs, len, news, heads, k)
+  return function(b)
+    local dev, lens, w = b.device, {}, { scale = SCALE }
+    for i = 1, seqs do lens[i] = len end
+    local tables, blocks = paged.random_tables(dev, lens, BLOCK)
+    w.format = kv.format { codec = "bf16", kv_heads = 1, block_size = BLOCK,
+                           head_dim = DIM, value_dim = VALUE }
+    w.tables, w.lens = tables, kv.from(dev, "i32", { seqs }, lens)
+    w.cache = kv.randn(dev, "bf16", { blocks, 1, BLOCK, DIM }, { seed = 1 })
+    w.q = kv.randn(dev, "bf16", { seqs * news, heads, DIM }, { seed = 2 })
+    w.out = kv.full(dev, "bf16", { seqs * news, heads, VALUE }, 0 / 0)
+    if news > 1 then w.starts = kv.arange(dev, "i32", seqs + 1) * news end
+    local seen = (len - (news - 1) / 2) * news * seqs -- pairs of a token and a key
+    if k then
+      w.listed = kv.randint(dev, "i32", { seqs * news, 1, k }, { seed = 3, low = 0,
+        high = len - news + 1 })
+      seen = k * news * seqs
+    end
+    local function run() kv.ops.step.paged_attention(w) end
+    local keys = k and news == 1 and k or len
+    return { run = run, bytes = seqs * keys * DIM * 2,
+      flops = 2 * (DIM + VALUE) * heads * seen,
+      limit = heads <= 32 and news == 1 and "R" or "T",
+      check = function()
+        run()
+        check_row(w, 0, 0, len - news + 1)
+        check_row(w, seqs * news - 1, seqs - 1, len)
+      end }
+  end
+end
+
+return function(b)
+  local function length(n) return math.max(BLOCK, b:shrunk(n)) end
+  local function dense(id, seqs, len, heads, us, news)
+    len = length(len)
+    b:case { id = id, target = { us = us },
+      name = ("latents, %d heads, %d x %d%s"):format(heads, seqs, len,
+        news and (", %d tokens"):format(news) or ""),
+      setup = latents(seqs, len, news or 1, heads) }
+  end
+  dense("M5", 128, 4096, 128, 240)
+  dense("M5", 1, 32768, 128, 48.5)
+  dense("M5", 16, 32768, 128, 231)
+  dense("M5", 64, 4096, 128, 217, 2)
+  dense("M6", 1, 32768, 16, 23)
+  dense("M6", 16, 32768, 16, 142)
+  dense("M6", 128, 4096, 16, 142)
+  local k, len = math.min(2048, b:shrunk(16384)), length(32768)
+  for _, row in ipairs { { "M1", 1, 128, 18.4 }, { "M1", 16, 128, 36.5 },
+                         { "M1", 64, 128, 84.7 }, { "M1", 128, 128, 165 },
+                         { "M2", 8, 8 }, { "M2", 8, 16, 12 }, { "M2", 8, 64 } } do
+    b:case { id = row[1], target = row[4] and { us = row[4] },
+      name = ("latents, %d heads, %d listed for %d rows of decode"):format(row[3], k,
+        row[2]),
+      setup = latents(row[2], len, 1, row[3], k) }
+  end
+  local rows = b:shrunk(2048)
+  b:case { id = "M3", target = { tflop_s = 600 },
+    name = ("latents, 128 heads, %d listed for %d rows of a prompt"):format(k, rows),
+    setup = latents(1, len, rows, 128, k) }
+end

@@ -1,0 +1,137 @@
+/* Attention over pages whose values are the first numbers of their keys: which kernel takes a
+ * call, and its launch. latent.cuh has 16-bit pages and queries on Hopper; everything else is
+ * computed row by row, as paged_mend.cuh does it, and slow. */
+#include "cuda/attention/latent_launch.cuh"
+
+#include "cuda/attention/latent.cuh"
+#include "cuda/attention/wgmma_launch.cuh"
+
+namespace kvl {
+namespace {
+
+constexpr int VALUES = latent_shape<64>::D, VALUES_MOST = latent_shape<64>::KEY_DIMS;
+
+bool takes(const kvl_paged_attention_args &a, int device) {
+  return is_hopper_device(device) && a.dtype != KVL_DTYPE_F32 && a.cache.codec == a.dtype &&
+         a.cache.value.dim <= VALUES;
+}
+
+/* The result of f with the shape for a call. */
+template <class F> auto with_shape(const kvl_paged_attention_args &a, F f) {
+  const int64_t group = a.heads / a.cache.kv_heads;
+  const bool one = a.listed || !a.starts; /* token for a tile */
+  if (one && !a.tree && group <= 16) return f(latent_shape<16>());
+  if (one && !a.tree && group <= 32) return f(latent_shape<32>());
+  return f(latent_shape<64>());
+}
+
+/* Maps the pages as [strips of all blocks, block_size / 8, key_dim / 64, 8, 64]: a box has
+ * `parts` times 64 numbers of `groups` times eight keys, and what lies outside is 0. */
+template <class T>
+int map_latents(const kvl_pages &c, int groups, int parts, CUtensorMap *map) {
+  *map = {};
+  if (groups == 0) return KVL_OK;
+  const cuuint64_t bytes_row = c.key.bytes_row;
+  const cuuint64_t dims[5] = {64, 8, (cuuint64_t)c.key.dim / 64, (cuuint64_t)c.block_size / 8,
+                              (cuuint64_t)c.blocks * kvl__strips(&c)};
+  const cuuint64_t strides[4] = {bytes_row, 128, 8 * bytes_row, (cuuint64_t)c.key.bytes};
+  const cuuint32_t box[5] = {64, 8, (cuuint32_t)parts, (cuuint32_t)groups, 1};
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  const CUresult r = encode_map()(
+      map,
+      same<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5,
+      c.memory, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return r == CUDA_SUCCESS ? KVL_OK : kvl__cuda_check(cudaErrorInvalidValue);
+}
+
+template <class shape>
+size_t plan_of(const kvl_paged_attention_args &a, int device, int sm_count,
+               wgmma_plan &plan) {
+  const size_t bytes = plan_wgmma<shape>(a, device, sm_count, plan);
+  /* Boxes bring neighbours, and what no window shows. */
+  if (a.listed || a.window > 0 || a.cache.key.dim % 64) plan.box = 0;
+  return bytes;
+}
+
+template <class T, class shape>
+int launch_tiles(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  constexpr auto kernel = latent_attention<T, shape>;
+  wgmma_plan plan;
+  plan_of<shape>(a, q->device, q->sm_count, plan);
+  CUtensorMap map, last;
+  int status = map_latents<T>(a.cache, plan.box, latent_parts(0), &map);
+  if (status == KVL_OK)
+    status = map_latents<T>(a.cache, plan.box, latent_parts(LATENT_LAST), &last);
+  if (status == KVL_OK) status = allow_shared<kernel>(q, shape::SHARED_BYTES);
+  if (status == KVL_OK) status = prefer_shared<kernel>(q);
+  if (status < 0) return status;
+  if (plan.shares > 0) {
+    status = launch_programmatic(kernel, plan.shares * plan.side, shape::THREADS,
+                                 shape::SHARED_BYTES, q, a, map, last, plan);
+    return status < 0 ? status : launch_wgmma_combine(a, plan, false, q);
+  }
+  if (plan.counter)
+    status = kvl__cuda_check(cudaMemsetAsync(plan.counter, 0, sizeof(int), q->stream));
+  if (status < 0) return status;
+  const int64_t items = (int64_t)plan.entries * plan.lanes;
+  const int blocks = items < q->sm_count ? (int)items : q->sm_count;
+  kernel<<<blocks, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, map, last, plan);
+  return a.listed ? (int)KVL_OK : launch_mend<T, T, VALUES>(a, q);
+}
+
+template <class T>
+int launch_16bit(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  return with_shape(a, [&](auto shape) { return launch_tiles<T, decltype(shape)>(a, q); });
+}
+
+constexpr int ROW_WARPS = 8;
+
+/* A warp computes a row. T: q's type; C: the cache's. */
+template <class T, class C>
+__global__ void __launch_bounds__(ROW_WARPS *WARP)
+    latent_rows(const __grid_constant__ kvl_paged_attention_args a) {
+  let_next_start();
+  wait_for_previous();
+  const int64_t rows = a.tokens * a.heads;
+  for (int64_t row = blockIdx.x * ROW_WARPS + threadIdx.x / WARP; row < rows;
+       row += (int64_t)gridDim.x * ROW_WARPS) {
+    const mend_row r(a, row);
+    if (r.seq < 0) continue;
+    if (a.listed) {
+      const plain_divisor by = {(uint32_t)a.cache.block_size};
+      const listed_keys<plain_divisor> keys(a, by, r.token, r.kv_head);
+      compute_row<T, C, VALUES_MOST>(a, r, no_hook(), keys, 0);
+    } else {
+      compute_row<T, C, VALUES_MOST>(a, r, no_hook());
+    }
+  }
+}
+
+template <class T, class C>
+int launch_rows(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  return launch_programmatic(latent_rows<T, C>, grid(a.tokens * a.heads, ROW_WARPS, q),
+                             ROW_WARPS * WARP, 0, q, a);
+}
+
+}  // namespace
+
+int launch_latent(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  const bool is_bf16 = a.dtype == KVL_DTYPE_BF16;
+  if (takes(a, q->device))
+    return is_bf16 ? launch_16bit<__nv_bfloat16>(a, q) : launch_16bit<__half>(a, q);
+  if (is_bf16) return launch_rows<__nv_bfloat16, __nv_bfloat16>(a, q);
+  if (a.dtype == KVL_DTYPE_F16) return launch_rows<__half, __half>(a, q);
+  KVL_CUDA_BY_FLOAT(a.cache.codec, C, { return launch_rows<float, C>(a, q); })
+}
+
+size_t latent_bytes(const kvl_paged_attention_args &a, int device, int sm_count) {
+  if (!takes(a, device)) return 0;
+  return with_shape(a, [&](auto shape) {
+    wgmma_plan plan;
+    return plan_of<decltype(shape)>(a, device, sm_count, plan);
+  });
+}
+
+}  // namespace kvl

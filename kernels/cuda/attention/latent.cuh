@@ -1,0 +1,603 @@
+/* Attention over latents for Hopper: pages whose values are the first numbers of their keys, in
+ * q's 16-bit dtype; keys of up to 576 numbers and values of up to 512, any number of heads, new
+ * tokens and blocks. A key is read once for all heads of a KV head, 64 rows of q at a time.
+ *
+ * The work is that of wgmma_plan.cuh, and lists of tokens are a source of keys like tables and
+ * selections. The first of three warpgroups brings Q and tiles of 64 keys (latent_memory.cuh).
+ * The other two are consumers with the same rows, of which there are two kinds.
+ *   many   64 rows: tokens with all heads. One consumer takes the even tiles of a piece of work,
+ *          the other the odd ones: S = Q K^T and the softmax, whose weights it tells the other.
+ *          Each adds up half of the values' numbers, 256 columns, for both tiles: O += P V. So S
+ *          and the softmax are done once; the softmax of one tile runs beside products of the
+ *          other, and a new tile comes piece by piece in place of what was read.
+ *   few    up to 16 or 32 heads of one token. A product has 64 rows, so here they are keys and
+ *          numbers of values: S^T = K Q^T, O^T += V^T P^T, and no row is for nothing. Each
+ *          computes S^T from half of the numbers. Both halves go to shared memory; then
+ *          neighbouring threads have a row's keys.
+ *
+ * Flops     2 * (key_dim + value_dim) * heads * seen pairs of token and key
+ * Bytes     keys * key_dim * element for every 64 rows, from L2 or memory
+ * Limit     tensor cores from about 60 rows on, else memory
+ * Tolerance as paged_wgmma.cuh: P is rounded to q's dtype
+ * Source    Liu et al. 2024 (DeepSeek-V2: multi-head latent attention, absorbed); the cut of the
+ *           output's columns over two warpgroups is FlashMLA's. Results do not depend on thread
+ *           timing. */
+#ifndef KVL_CUDA_LATENT_CUH
+#define KVL_CUDA_LATENT_CUH
+
+#include "cuda/attention/latent_memory.cuh"
+#include "cuda/attention/wgmma_state.cuh"
+
+namespace kvl {
+
+#if KVL_SM90A
+
+/* A consumer of many rows: 64 of q, and half of the values' columns. A thread has two rows, with
+ * two of every eight columns; `product` says which. The weights of an even tile are told in a
+ * place of their own, those of an odd one where the tile's last piece was. */
+template <class T, class shape> struct latent_many {
+  static constexpr int KEYS = shape::KEYS, COLUMNS = shape::D / 2, STEPS = KEYS / 16;
+  static constexpr int BOTH = 2 * WARPGROUP;       /* threads of both consumers */
+  static constexpr int EVEN = 1, ODD = 2, END = 3; /* barriers: weights are told; the end */
+
+  const kvl_paged_attention_args &a;
+  const wgmma_plan &plan;
+  latent_memory<shape> &memory;
+  const int half, warp, lane, pair; /* pair: this lane's first column of every eight */
+  const int r0, r1;                 /* its rows */
+  const score_rule rule;
+  const wgmma_work *w; /* in shared memory: registers are short */
+  wgmma_sight sight[2];
+  int low, high; /* every row of the warp sees all of a tile within them */
+  float s[KEYS / 2], out[COLUMNS / 2];
+  /* The reference, which is the largest score so far, in base 2; the sum of weights of the
+   * tiles that this consumer has. */
+  float m[2], l[2];
+  uint32_t p[STEPS][4];
+  latent_stage<shape> stage;
+
+  __device__ __forceinline__ latent_many(const kvl_paged_attention_args &a_,
+                                         const wgmma_plan &plan_,
+                                         latent_memory<shape> &memory_, int half_)
+      : a(a_), plan(plan_), memory(memory_), half(half_), warp(threadIdx.x / WARP % 4),
+        lane(threadIdx.x % WARP), pair(lane % 4 * 2), r0(warp * 16 + lane / 4), r1(r0 + 8),
+        rule(a_) {}
+
+  /* The products of this consumer's tile, piece by piece as it comes. */
+  __device__ __forceinline__ void scores() {
+    const uint64_t q = matrix_at(memory.q(), 1024);
+#pragma unroll
+    for (int i = 0; i < LATENT_PIECES; i++) {
+      const int piece = latent_piece(i);
+      const uint64_t k = matrix_at(memory.keys(half) + latent_piece_at(piece),
+                                   latent_group(piece));
+      barrier_wait(memory.full(half, piece), stage.phases >> half & 1);
+      fence_async();
+      products_begin();
+#pragma unroll
+      for (int d = 0; d < 4 * latent_parts(piece); d++) {
+        const int part = latent_part(piece) + d / 4;
+        product<T>(s, matrix_plus(q, part * shape::Q_PART_BYTES + d % 4 * 32),
+                   matrix_plus(k, d / 4 * 1024 + d % 4 * 32), i + d > 0);
+      }
+      products_commit();
+    }
+    products_wait<0>();
+    settle(s);
+  }
+  /* Turns products into scores in base 2, of keys that are seen. */
+  __device__ __forceinline__ void finish_scores() {
+    const int *const index = memory.indices[half] + pair;
+    if (a.soft_cap > 0.f) {
+      cap_scores(rule.scale, rule.cap, s);
+    } else {
+#pragma unroll
+      for (float &x : s) x *= rule.scale;
+    }
+    if (a.alibi) {
+      const query_rows rows = w->rows();
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int r = min(i ? r1 : r0, rows.count - 1);
+        const float slope = a.alibi[rows.head(r)] * LOG2E;
+        const int at = w->index0 + r / w->heads_each;
+#pragma unroll
+        for (int j = 0; j < KEYS / 4; j++)
+          s[j / 2 * 4 + 2 * i + j % 2] += slope *
+                                          (float)kvl__apart(index[j / 2 * 8 + j % 2], at);
+      }
+    }
+    const int2 span = memory.span(half);
+    if (span.x < low || span.y > high) mask(index);
+  }
+  __device__ __forceinline__ void mask(const int *index) {
+    const int length = a.lens[w->seq], tree = tree_begin(a, length), last = w->tokens - 1;
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i++) {
+      const int key = index[i / 4 * 8 + (i & 1)], row = i / 2 & 1;
+      bool sees = sight[row].sees(key);
+      if (sees && key >= tree)
+        sees = tree_shows(a, w->token0 + min((row ? r1 : r0) / w->heads_each, last), length,
+                          key);
+      if (!sees) s[i] = -INFINITY;
+    }
+  }
+  __device__ __forceinline__ float largest(int r) const {
+    float top = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+      top = fmaxf(top, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
+    return warp_max<4>(top);
+  }
+  /* Raises the reference of both rows, and all sums with it. */
+  __device__ __forceinline__ void raise(float top0, float top1) {
+    if (!__any_sync(ALL_LANES, top0 > m[0] || top1 > m[1])) return;
+    const float top[2] = {top0, top1};
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float down = exp2_fast(m[r] - finite_shift(top[r]));
+      m[r] = top[r];
+      l[r] *= down;
+#pragma unroll
+      for (int n = 0; n < COLUMNS / 8; n++) {
+        out[4 * n + 2 * r] *= down;
+        out[4 * n + 2 * r + 1] *= down;
+      }
+    }
+  }
+  /* The largest scores up to a tile, from one consumer to the other. */
+  __device__ __forceinline__ void tell(float top0, float top1) {
+    float *const told = memory.told[half];
+    if (pair == 0) told[r0] = top0, told[r1] = top1;
+  }
+  __device__ __forceinline__ float2 heard() const {
+    const float *const told = memory.told[1 - half];
+    return {told[r0], told[r1]};
+  }
+  /* Turns scores into weights, sums them up and tells them. */
+  __device__ __forceinline__ void weigh(float top0, float top1, float (&sum)[2]) {
+    const float shift[2] = {finite_shift(top0), finite_shift(top1)};
+    sum[0] = sum[1] = 0.f;
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i++) {
+      s[i] = exp2_fast(s[i] - shift[i / 2 & 1]);
+      sum[i / 2 & 1] += s[i];
+    }
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        p[k][i] = pack2(s[8 * k + 2 * i], s[8 * k + 2 * i + 1], T());
+      store_matrices(weights_at(half, k), p[k]);
+    }
+  }
+  /* Where this lane has eight weights of 16 keys: those of a tile, its k-th. */
+  __device__ __forceinline__ uint32_t weights_at(int tile, int k) const {
+    const uint32_t at = tile ? memory.keys(1) + latent_piece_at(LATENT_LAST)
+                             : memory.weights();
+    return at + swizzled<8>(warp * 16 + lane % 16, 2 * k + lane / 16);
+  }
+  __device__ __forceinline__ void take_weights(uint32_t (&x)[STEPS][4]) const {
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) load_matrices(x[k], weights_at(1 - half, k));
+  }
+  /* O += P V begins, for a tile. */
+  __device__ __forceinline__ void values(int tile, const uint32_t (&x)[STEPS][4]) {
+    const uint64_t v = matrix_at(memory.keys(tile) + latent_piece_at(half),
+                                 latent_group(half), 1024);
+    fence_async(); /* it may be the other consumer that has waited for the tile */
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < STEPS; k++)
+      product<T>(out, x[k], matrix_plus(v, k * 2 * latent_group(0)));
+    products_commit();
+  }
+  __device__ __forceinline__ void values_done(int tile) {
+    products_wait<0>();
+    settle(out);
+    memory.release(tile, half);
+  }
+
+  /* Two tiles, of which there may be one alone: the part of the consumer of the even one. */
+  __device__ __forceinline__ void attend_even(bool two) {
+    scores();
+    memory.release(0, LATENT_LAST);
+    finish_scores();
+    const float top0 = fmaxf(m[0], largest(0)), top1 = fmaxf(m[1], largest(1));
+    float sum[2];
+    tell(top0, top1);
+    weigh(top0, top1, sum);
+    named_arrive(EVEN, BOTH);
+    raise(top0, top1);
+    l[0] += sum[0], l[1] += sum[1];
+    values(0, p);
+    if (two) {
+      named_sync(ODD, BOTH);
+      const float2 top = heard();
+      uint32_t others[STEPS][4];
+      take_weights(others);
+      memory.release(1, LATENT_LAST);
+      values_done(0);
+      raise(top.x, top.y);
+      values(1, others);
+      values_done(1);
+    } else {
+      values_done(0);
+    }
+  }
+  /* The same of the odd one's. */
+  __device__ __forceinline__ void attend_odd(bool two) {
+    float own0 = -INFINITY, own1 = -INFINITY;
+    if (two) {
+      scores();
+      finish_scores();
+      own0 = largest(0), own1 = largest(1);
+    }
+    named_sync(EVEN, BOTH);
+    const float2 top = heard();
+    uint32_t others[STEPS][4];
+    take_weights(others);
+    raise(top.x, top.y);
+    values(0, others);
+    if (!two) return values_done(0);
+    const float top0 = fmaxf(top.x, own0), top1 = fmaxf(top.y, own1);
+    float sum[2];
+    tell(top0, top1);
+    weigh(top0, top1, sum);
+    fence_async(); /* before the tile's last piece comes there again */
+    named_arrive(ODD, BOTH);
+    values_done(0);
+    raise(top0, top1);
+    l[0] += sum[0], l[1] += sum[1];
+    values(1, p);
+    values_done(1);
+  }
+
+  /* Has the lane's row r a sum that is not finite? See paged_mend.cuh. */
+  __device__ __forceinline__ bool mends(int r) const {
+    float all = 0.f;
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 8; n++) all += out[4 * n + 2 * r] + out[4 * n + 2 * r + 1];
+    return !(warp_sum<4>(all) * 0.f == 0.f);
+  }
+  __device__ __forceinline__ void write_part(int i, int r, float sum, bool mended) const {
+    const int D = a.cache.value.dim, begin = half * COLUMNS;
+    const int64_t row = (int64_t)w->part * plan.rows + r;
+    const float scale = sum == 0.f ? 0.f : 1.f / sum;
+    if (half == 0 && pair == 0)
+      plan.lse[row] = mended ? NAN : sum == 0.f ? -INFINITY : m[i] + log2f(sum);
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 8; n++)
+      if (begin + n * 8 < D)
+        *(float2 *)(plan.out + row * D + begin + n * 8 + pair) = make_float2(
+            out[4 * n + 2 * i] * scale, out[4 * n + 2 * i + 1] * scale);
+  }
+  /* Four lanes hold eight neighbours of a row together; each writes a run of eight. */
+  __device__ __forceinline__ void write_row(int i, int r, bool has, float sum, bool mended) {
+    const int D = a.cache.value.dim;
+    const query_rows rows = w->rows();
+    const int64_t row = rows.token(r) * a.heads + rows.head(r);
+    const bool first = has && half == 0 && pair == 0, writes = has && writes_row(a, mended);
+    if (first) plan.notes[row] = mended;
+    row_end end = {};
+    if (writes) end = end_row(a, row, m[i], sum);
+    if (writes && first && a.lse) a.lse[row] = end.lse;
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 8; n += 4) {
+      float even[4], odd[4], y[8];
+#pragma unroll
+      for (int b = 0; b < 4; b++) {
+        even[b] = out[4 * (n + b) + 2 * i];
+        odd[b] = out[4 * (n + b) + 2 * i + 1];
+      }
+      turn_quad(even, lane);
+      turn_quad(odd, lane);
+#pragma unroll
+      for (int b = 0; b < 4; b++) y[2 * b] = even[b], y[2 * b + 1] = odd[b];
+      const int dim = half * COLUMNS + (n + lane % 4) * 8;
+      if (!writes || dim >= D) continue;
+      finish(a, end, row * D + dim, y);
+      store_out(a, row * D + dim, y);
+    }
+  }
+  __device__ __forceinline__ void write_work() {
+    /* A row that has to be mended says so by the sign of its sum. */
+    const bool own[2] = {!a.listed && mends(0), !a.listed && mends(1)};
+    float sum[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) sum[r] = warp_sum<4>(l[r]);
+    named_sync(END, BOTH); /* what was told is heard */
+    tell(own[0] ? -sum[0] : sum[0], own[1] ? -sum[1] : sum[1]);
+    named_sync(END, BOTH);
+    const float2 got = heard();
+    const float other[2] = {got.x, got.y};
+    const int count = w->tokens * w->heads_each;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int r = i ? r1 : r0;
+      const bool mended = own[i] || __float_as_int(other[i]) < 0;
+      const float all = half == 0 ? sum[i] + fabsf(other[i]) : fabsf(other[i]) + sum[i];
+      if (w->part >= 0) {
+        if (r < count) write_part(i, r, all, mended);
+      } else {
+        write_row(i, r, r < count, all, mended);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void begin_work() {
+    low = 0, high = INT_MAX;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      sight[i] = wgmma_sight(a, *w, i ? r1 : r0);
+      if ((i ? r1 : r0) < w->tokens * w->heads_each)
+        low = max(low, sight[i].low), high = min(high, sight[i].low + sight[i].seen - 1);
+      m[i] = -INFINITY;
+      l[i] = 0.f;
+    }
+    low = warp_max(low);
+    high = warp_min(high);
+    if (a.tree) high = min(high, tree_begin(a, a.lens[w->seq]) - 1);
+#pragma unroll
+    for (float &x : out) x = 0.f;
+  }
+  __device__ __forceinline__ void attend() {
+    for (uint32_t n = 0;; n++) {
+      w = &memory.wait_work(n);
+      if (w->tokens == 0) return;
+      begin_work();
+      barrier_wait(memory.q_full(), n & 1);
+      for (int tile = 0; tile < w->tiles; tile += 2) {
+        const bool two = tile + 1 < w->tiles;
+        if (half == 0) attend_even(two);
+        else attend_odd(two);
+        stage.phases ^= two ? 3 : 1;
+      }
+      barrier_arrive_warp(memory.q_empty(), lane);
+      write_work();
+      memory.work_done(n);
+    }
+  }
+};
+
+/* A consumer of few rows, up to 16 or 32 heads of one token: half of the numbers of a key, then
+ * half of those of a value. Of the scores' columns, which are rows of q, LANES neighbouring
+ * threads of both consumers have one, each EACH keys. */
+template <class T, class shape> struct latent_few {
+  static constexpr int N = shape::ROWS, BOTH = 2 * WARPGROUP, LANES = BOTH / N;
+  static constexpr int EACH = shape::KEYS / LANES, COLUMN = shape::COLUMN;
+  static constexpr int STEPS = shape::KEY_DIMS / 32; /* of a consumer's products of keys */
+  static constexpr int BLOCKS = shape::D / 128;      /* of 64 numbers of values, the same */
+
+  const kvl_paged_attention_args &a;
+  const wgmma_plan &plan;
+  latent_memory<shape> &memory;
+  const int half, warp, lane, pair;
+  const int column, first; /* of the scores: this thread's, and its first key */
+  const score_rule rule;
+  wgmma_work w;
+  float out[BLOCKS][N / 2], m, l;
+  float slope; /* of ALiBi, in base 2 */
+  latent_stage<shape> stage;
+
+  __device__ __forceinline__ latent_few(const kvl_paged_attention_args &a_,
+                                        const wgmma_plan &plan_,
+                                        latent_memory<shape> &memory_, int half_)
+      : a(a_), plan(plan_), memory(memory_), half(half_), warp(threadIdx.x / WARP % 4),
+        lane(threadIdx.x % WARP), pair(lane % 4 * 2),
+        column((int)(threadIdx.x - WARPGROUP) / LANES),
+        first((int)threadIdx.x % LANES * EACH), rule(a_) {}
+
+  /* Where this thread's numbers of a product lie in a buffer of columns: those of x[i]. */
+  __device__ __forceinline__ int place(int i) const {
+    return (i / 4 * 8 + pair + i % 2) * COLUMN + warp * 16 + lane / 4 + i / 2 % 2 * 8;
+  }
+  /* Leaves the products with half of the numbers in shared memory. */
+  __device__ __forceinline__ void scores(uint32_t keys) {
+    float s[N / 2];
+    const uint64_t q = matrix_at(memory.q(), 1024);
+    const uint64_t k = matrix_at(keys + latent_piece_at(half), latent_group(0));
+    const uint64_t k_last = matrix_at(keys + latent_piece_at(LATENT_LAST),
+                                      latent_group(LATENT_LAST));
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+      /* Half of the numbers: a piece, and half of the last. */
+      const bool last = i >= 16;
+      const int part = last ? latent_part(LATENT_LAST) : latent_part(half) + i / 4;
+      const int in_part = last ? half * 2 + i - 16 : i % 4;
+      product<T>(s, matrix_plus(last ? k_last : k, (last ? 0 : i / 4 * 1024) + in_part * 32),
+                 matrix_plus(q, part * shape::Q_PART_BYTES + in_part * 32), i > 0);
+    }
+    products_commit();
+    products_wait<0>();
+    settle(s);
+    float *const to = memory.partial(half);
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) to[place(i)] = s[i];
+  }
+  /* Turns this thread's products into weights in shared memory, and tells by how much the sums
+   * of its row go down. */
+  __device__ __forceinline__ void weigh(int stage, const wgmma_sight &sight) {
+    float x[EACH];
+    const float *const even = memory.partial(0) + column * COLUMN + first;
+    const float *const odd = memory.partial(1) + column * COLUMN + first;
+    const int *const index = memory.indices[stage] + first;
+#pragma unroll
+    for (int e = 0; e < EACH; e++) x[e] = even[e] + odd[e];
+    if (a.soft_cap > 0.f) {
+      cap_scores(rule.scale, rule.cap, x);
+    } else {
+#pragma unroll
+      for (int e = 0; e < EACH; e++) x[e] *= rule.scale;
+    }
+    float top = m;
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      if (a.alibi) x[e] += slope * (float)kvl__apart(index[e], w.index0);
+      if (!sight.sees(index[e])) x[e] = -INFINITY;
+      top = fmaxf(top, x[e]);
+    }
+    top = warp_max<LANES>(top);
+    const float shift = finite_shift(top), down = exp2_fast(m - shift);
+    m = top;
+    l *= down;
+#pragma unroll
+    for (int e = 0; e < EACH; e++) l += x[e] = exp2_fast(x[e] - shift);
+    uint32_t y[EACH / 2];
+#pragma unroll
+    for (int e = 0; e < EACH / 2; e++) y[e] = pack2(x[2 * e], x[2 * e + 1], T());
+    const uint32_t at = memory.weights() + swizzled<8>(column, first / 8) + first % 8 * 2;
+#pragma unroll
+    for (int e = 0; e < EACH / 2; e += 2)
+      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at + 4 * e), "r"(y[e]),
+                   "r"(y[e + 1])
+                   : "memory");
+    if (first == 0) memory.told[0][column] = down;
+  }
+  __device__ __forceinline__ void values(uint32_t keys) {
+    const float *const downs = memory.told[0];
+#pragma unroll
+    for (int n = 0; n < N / 8; n++) {
+      const float down0 = downs[8 * n + pair], down1 = downs[8 * n + pair + 1];
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) {
+        out[b][4 * n] *= down0, out[b][4 * n + 2] *= down0;
+        out[b][4 * n + 1] *= down1, out[b][4 * n + 3] *= down1;
+      }
+    }
+    const uint64_t p = matrix_at(memory.weights(), 1024);
+    const uint64_t v = matrix_at(keys + latent_piece_at(half), latent_group(half));
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < shape::KEYS / 16; k++)
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++)
+        product_turned<T>(out[b], matrix_plus(v, b * 1024 + k * 2 * latent_group(0)),
+                          matrix_plus(p, k * 32));
+    products_commit();
+    products_wait<0>();
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) settle(out[b]);
+  }
+
+  /* Writes four neighbours of row r. */
+  __device__ __forceinline__ void write(int r, int dim, float m_, float sum, float (&x)[4]) {
+    const int D = a.cache.value.dim;
+    if (w.part < 0) {
+      const query_rows rows = w.rows();
+      const int64_t row = rows.token(r) * a.heads + rows.head(r);
+      if (dim == 0) plan.notes[row] = 0;
+      const row_end end = end_row(a, row, m_, sum);
+      write_row(a, end, row, dim, x);
+      return;
+    }
+    const int64_t row = (int64_t)w.part * plan.rows + r;
+    const float scale = sum == 0.f ? 0.f : 1.f / sum;
+#pragma unroll
+    for (float &y : x) y *= scale;
+    store_floats(plan.out + row * D + dim, x);
+    if (dim == 0) plan.lse[row] = sum == 0.f ? -INFINITY : m_ + log2f(sum);
+  }
+  __device__ __forceinline__ void write_work() {
+    const float *const maxima = memory.told[0], *const sums = memory.told[1];
+    l = warp_sum<LANES>(l);
+    named_sync(1, BOTH); /* the last tile's were read */
+    if (first == 0) memory.told[0][column] = m, memory.told[1][column] = l;
+    named_sync(1, BOTH);
+    float *const rows = memory.partial(half);
+    const int thread = threadIdx.x % WARPGROUP;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+#pragma unroll
+      for (int i = 0; i < N / 2; i++) rows[place(i)] = out[b][i];
+      named_sync(3 + half, WARPGROUP);
+      for (int i = thread; i < w.heads_each * 16; i += WARPGROUP) {
+        const int r = i / 16, at = i % 16 * 4, dim = (half * BLOCKS + b) * 64 + at;
+        float x[4];
+        load_floats(rows + r * COLUMN + at, x);
+        if (dim < a.cache.value.dim) write(r, dim, maxima[r], sums[r], x);
+      }
+      named_sync(3 + half, WARPGROUP);
+    }
+    named_sync(1, BOTH);
+  }
+
+  __device__ __forceinline__ void attend() {
+    for (uint32_t n = 0;; n++) {
+      w = memory.wait_work(n);
+      memory.work_done(n);
+      if (w.tokens == 0) return;
+      const wgmma_sight sight(a, w, 0); /* of the one token */
+      slope = a.alibi ? a.alibi[w.head0 + min(column, w.heads_each - 1)] * LOG2E : 0.f;
+      m = -INFINITY;
+      l = 0.f;
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++)
+#pragma unroll
+        for (float &x : out[b]) x = 0.f;
+      barrier_wait(memory.q_full(), n & 1);
+      for (int tile = 0; tile < w.tiles; tile++) {
+        stage.next(tile);
+        const int at = stage.now;
+        for (int piece = 0; piece < LATENT_PIECES; piece++)
+          barrier_wait(memory.full(at, piece), stage.parity());
+        fence_async();
+        scores(memory.keys(at));
+        if (tile == w.tiles - 1) barrier_arrive_warp(memory.q_empty(), lane);
+        named_sync(1, BOTH);
+        weigh(at, sight);
+        fence_async();
+        named_sync(2, BOTH);
+        if (half == 0) memory.release(at, LATENT_LAST);
+        values(memory.keys(at));
+        memory.release(at, half);
+        stage.done();
+      }
+      write_work();
+    }
+  }
+};
+
+#endif
+
+template <class T, class shape>
+__global__ void __maxnreg__(shape::REGISTERS)
+    latent_attention(const __grid_constant__ kvl_paged_attention_args a,
+                     const __grid_constant__ CUtensorMap map,
+                     const __grid_constant__ CUtensorMap last,
+                     const __grid_constant__ wgmma_plan plan) {
+#if KVL_SM90A
+  __shared__ latent_memory<shape> memory;
+  if (threadIdx.x == 0) {
+    prefetch_map(&map);
+    prefetch_map(&last);
+    memory.init(plan);
+  }
+  __syncthreads();
+  /* Cold reads of these would be the first things to wait for. */
+  const int64_t number = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (number * 32 < a.seqs * a.max_blocks) prefetch_l2(a.tables + number * 32);
+  if (number * 32 < a.seqs) prefetch_l2(a.lens + number * 32);
+  if (a.starts && number * 32 < a.seqs) prefetch_l2(a.starts + number * 32);
+  wait_for_previous();
+  let_next_start();
+  /* warp is the same in all lanes; the shuffle tells the compiler so. */
+  const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
+  if (warpgroup > 0) {
+    registers_take<shape::TAKE>();
+    if constexpr (shape::FEW) latent_few<T, shape>(a, plan, memory, warpgroup - 1).attend();
+    else latent_many<T, shape>(a, plan, memory, warpgroup - 1).attend();
+  } else {
+    registers_give<shape::GIVE>();
+    if (warp == 2) bring_queries<T>(a, memory);
+    else if (warp == 3) find_work(a, plan, memory);
+    else if (plan.box == 0) bring_latents(a, plan, memory, warp);
+    else if (warp == 0) bring_boxes(a, map, last, plan, memory);
+  }
+#endif
+}
+
+}  // namespace kvl
+
+#endif
