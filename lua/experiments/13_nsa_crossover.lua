@@ -8,7 +8,11 @@
 -- medians of device time in microseconds; whole_us is the time of the indexer and the
 -- attention together.
 --
+-- With a value_dim, the KV memory holds latents (MLA), keys of head_dim numbers of which the
+-- first value_dim are the value, and queries are absorbed. 0: values have rows of their own.
+--
 --   ./kvlab run lua/experiments/13_nsa_crossover.lua [--device=cuda] [--set topk=1024]
+--       [--set heads=128 --set kv_heads=1 --set head_dim=576 --set value_dim=512]
 local kv = require "kvlab"
 
 local dev = kv.device()
@@ -55,9 +59,13 @@ local function setting(c)
   local blocks = seqs * each
   local _, order = kv.rand(dev, "f32", { 1, blocks }, { seed = 7 }):sort()
   local first = decodes and c.context or c.context - rows + 1
+  local latent = c.value_dim ~= 0
+  local page = latent and { blocks, c.kv_heads, BLOCK, c.head_dim }
+    or { blocks, 2, c.kv_heads, BLOCK, c.head_dim }
   return { rows = rows, tables = order:reshape { seqs, each },
-    cache = kv.randn(dev, "bf16", { blocks, 2, c.kv_heads, BLOCK, c.head_dim },
-      { seed = 1 }),
+    format = latent and kv.format { codec = "bf16", kv_heads = c.kv_heads,
+      block_size = BLOCK, head_dim = c.head_dim, value_dim = c.value_dim } or nil,
+    cache = kv.randn(dev, "bf16", page, { seed = 1 }),
     lens = kv.full(dev, "i32", { seqs }, c.context),
     starts = not decodes and kv.from(dev, "i32", { 2 }, { 0, rows }) or nil,
     sees = decodes and kv.full(dev, "i32", { rows }, c.context)
@@ -66,7 +74,7 @@ local function setting(c)
     asks = kv.randn(dev, "bf16", { rows, c.index_heads, c.index_dim }, { seed = 3 }),
     weights = kv.rand(dev, "f32", { rows, c.index_heads }, { seed = 4 }),
     index = index_of(c, blocks), out = kv.tensor(dev, "bf16", { rows, c.heads,
-      c.head_dim }) }
+      latent and c.value_dim or c.head_dim }) }
 end
 
 local function run(c)
@@ -82,15 +90,16 @@ local function run(c)
         out = listed }
     end)
   end
-  local listing = { q = s.q, cache = s.cache, tables = s.tables, lens = s.lens,
-    starts = s.starts, listed = listed:reshape { s.rows, 1, c.topk }, out = s.out }
+  local listing = { q = s.q, cache = s.cache, format = s.format, tables = s.tables,
+    lens = s.lens, starts = s.starts, listed = listed:reshape { s.rows, 1, c.topk },
+    out = s.out }
   local function attend()
     kv.ops.step.paged_attention(listing)
   end
   local metrics = {
     dense_us = time(function()
-      kv.ops.step.paged_attention { q = s.q, cache = s.cache, tables = s.tables,
-        lens = s.lens, starts = s.starts, out = s.out }
+      kv.ops.step.paged_attention { q = s.q, cache = s.cache, format = s.format,
+        tables = s.tables, lens = s.lens, starts = s.starts, out = s.out }
     end),
     index_us = time(select), attend_us = time(attend),
     whole_us = time(function()
@@ -121,6 +130,7 @@ kv.experiment.run {
   },
   defaults = { batch = SMALL and 1 or 16, chunk = SMALL and 64 or 4096,
                heads = SMALL and 8 or 32, kv_heads = SMALL and 2 or 8, head_dim = 128,
+               value_dim = 0,
                topk = SMALL and 512 or 2048, index_heads = SMALL and 8 or 64,
                index_dim = 128, logits_mb = SMALL and 64 or 1024 },
   quick = { context = SMALL and { 1024, 2048 } or { 4096, 16384 } },

@@ -72,7 +72,7 @@ template <class T, class shape> struct latent_many {
       const uint64_t k = matrix_at(memory.keys(half) + latent_piece_at(piece),
                                    latent_group(piece));
       barrier_wait(memory.full(half, piece), stage.phases >> half & 1);
-      fence_async();
+      if (plan.box == 0) fence_async();
       products_begin();
 #pragma unroll
       for (int d = 0; d < 4 * latent_parts(piece); d++) {
@@ -185,7 +185,7 @@ template <class T, class shape> struct latent_many {
   __device__ __forceinline__ void values(int tile, const uint32_t (&x)[STEPS][4]) {
     const uint64_t v = matrix_at(memory.keys(tile) + latent_piece_at(half),
                                  latent_group(half), 1024);
-    fence_async(); /* it may be the other consumer that has waited for the tile */
+    if (plan.box == 0) fence_async(); /* the other consumer may have waited for the tile */
     products_begin();
 #pragma unroll
     for (int k = 0; k < STEPS; k++)
@@ -198,9 +198,11 @@ template <class T, class shape> struct latent_many {
     memory.release(tile, half);
   }
 
-  /* Two tiles, of which there may be one alone: the part of the consumer of the even one. */
-  __device__ __forceinline__ void attend_even(bool two) {
+  /* Two tiles, of which there may be one alone: the part of the consumer of the even one. After
+   * the last ones of a piece of work, Q is read no more. */
+  __device__ __forceinline__ void attend_even(bool two, bool last) {
     scores();
+    if (last) barrier_arrive_warp(memory.q_empty(), lane);
     memory.release(0, LATENT_LAST);
     finish_scores();
     const float top0 = fmaxf(m[0], largest(0)), top1 = fmaxf(m[1], largest(1));
@@ -226,10 +228,11 @@ template <class T, class shape> struct latent_many {
     }
   }
   /* The same of the odd one's. */
-  __device__ __forceinline__ void attend_odd(bool two) {
+  __device__ __forceinline__ void attend_odd(bool two, bool last) {
     float own0 = -INFINITY, own1 = -INFINITY;
+    if (two) scores();
+    if (last) barrier_arrive_warp(memory.q_empty(), lane);
     if (two) {
-      scores();
       finish_scores();
       own0 = largest(0), own1 = largest(1);
     }
@@ -349,11 +352,11 @@ template <class T, class shape> struct latent_many {
       barrier_wait(memory.q_full(), n & 1);
       for (int tile = 0; tile < w->tiles; tile += 2) {
         const bool two = tile + 1 < w->tiles;
-        if (half == 0) attend_even(two);
-        else attend_odd(two);
+        const bool last = tile + 2 >= w->tiles;
+        if (half == 0) attend_even(two, last);
+        else attend_odd(two, last);
         stage.phases ^= two ? 3 : 1;
       }
-      barrier_arrive_warp(memory.q_empty(), lane);
       write_work();
       memory.work_done(n);
     }
@@ -542,7 +545,7 @@ template <class T, class shape> struct latent_few {
         const int at = stage.now;
         for (int piece = 0; piece < LATENT_PIECES; piece++)
           barrier_wait(memory.full(at, piece), stage.parity());
-        fence_async();
+        if (plan.box == 0) fence_async();
         scores(memory.keys(at));
         if (tile == w.tiles - 1) barrier_arrive_warp(memory.q_empty(), lane);
         named_sync(1, BOTH);

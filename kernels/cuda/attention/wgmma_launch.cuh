@@ -87,6 +87,14 @@ inline int lanes_beside(int lanes, int sm_count) {
   return side;
 }
 
+/* Up to 6% fewer shares, if equal items are not cut by them then, or equally: partial results of
+ * many numbers take long. */
+inline int whole_shares(int shares, int64_t items) {
+  for (int n = shares; n * 100 >= shares * 94; n--)
+    if (items % n == 0 || n % items == 0) return n;
+  return shares;
+}
+
 /* The device's L2 cache in bytes. */
 inline int64_t l2_bytes(int device) {
   int bytes = 0;
@@ -128,6 +136,7 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
     /* The tiles of one sequence have the same keys: with whole shares for each of them, these
      * keys are read at about the same time. */
     if (a.seqs == 1 && busy <= plan.shares / 4) plan.shares = plan.shares / busy * busy;
+    if (shape::LATENTS) plan.shares = whole_shares(plan.shares, busy * plan.groups());
     const int64_t tiles = plan.entries * (room / shape::KEYS + 1) * plan.groups();
     if (tiles < plan.shares) plan.shares = (int)tiles;
     plan.rows = (int)(a.tokens < plan.tokens_tile ? a.tokens : plan.tokens_tile) * heads_each;
