@@ -8,8 +8,9 @@
 -- medians of device time in microseconds; whole_us is the time of the indexer and the
 -- attention together.
 --
--- With a value_dim, the KV memory holds latents (MLA), keys of head_dim numbers of which the
--- first value_dim are the value, and queries are absorbed. 0: values have rows of their own.
+-- With a value_dim, the KV memory holds latents (MLA), keys of head_dim numbers of which
+-- the first value_dim are the value, and queries are absorbed. 0: values have rows of
+-- their own.
 --
 --   ./kvlab run lua/experiments/13_nsa_crossover.lua [--device=cuda] [--set topk=1024]
 --       [--set heads=128 --set kv_heads=1 --set head_dim=576 --set value_dim=512]
