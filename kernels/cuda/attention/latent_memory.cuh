@@ -8,8 +8,8 @@
 namespace kvl {
 
 /* A tile of keys is 64 rows of up to 576 numbers, the first 512 of which are values, too. ROWS_:
- * of q, 64; with 16 or 32, rows are one token's, and the columns of products. The
- * names are those of wgmma_shape, which has the same plan. D: numbers of a partial result. */
+ * of q, 64; with 16 or 32, rows are one token's, and the columns of products. The names are
+ * those of wgmma_shape, which has the same plan. D: numbers of a partial result. */
 template <int ROWS_> struct latent_shape {
   static constexpr int ROWS = ROWS_, D = 512, KEY_DIMS = 576, KEYS = 64, STAGES = 2;
   static constexpr bool FEW = ROWS < 64, BYTES = false, LATENTS = true;
@@ -45,8 +45,8 @@ __host__ __device__ constexpr int latent_piece_at(int piece) { return piece * 4 
 
 #if KVL_SM90A
 
-/* The layout: Q [PARTS, ROWS, 64], keys [STAGES, PARTS, 64 keys, 64], and the weights of a tile
- * [ROWS, 64 keys], all in swizzled atoms; then partial scores. */
+/* The layout: Q [PARTS, ROWS, 64], keys [STAGES, pieces, 8, parts of a piece, 8 keys, 64], and the
+ * weights of a tile [ROWS, 64 keys], all in swizzled atoms; then partial scores. */
 template <class shape> struct latent_memory {
   static constexpr int STAGES = shape::STAGES, SLOTS = 4, COPIERS = 2;
   static constexpr int CONSUMER_WARPS = 4 * shape::CONSUMERS;

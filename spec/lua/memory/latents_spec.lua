@@ -15,6 +15,9 @@ local SCRIPT = {
 }
 
 local function policy_of(name)
+  if name == "tokens" then
+    return kv.policy("nsa", { granularity = "token", index_topk = 24 })
+  end
   return kv.policy(name, name ~= "full" and { blocks = 4, min_blocks = 0, sink = 1,
     recent = 1 } or nil)
 end
@@ -65,6 +68,11 @@ describe("a cache of latents", function()
                             "gsa_on_device", "infllm", "oracle", "keydiff_blocks" } do
       assert.is_true(tried[name], name)
     end
+  end)
+
+  it("is read by lists of tokens", function()
+    local got, want = both "tokens"
+    assert.same(want, got)
   end)
 
   it("holds what its dtype and tables say", function()
