@@ -3,10 +3,11 @@
 -- The policy nsa runs on the small recall model (lua/models/recall). Its index keys are
 -- the model's keys, unchanged (key) or randomly projected to 32, 64 or 128 dims (random),
 -- in f8e4m3. The experiment tries them with and without a Hadamard rotation. It selects
--- tokens, as DeepSeek's indexer does, or blocks. To compute token_recall, it also finds
--- the tokens with the most exact attention (the sum over heads), as many as are selected;
--- token_recall is the share of these that is selected. Tables of accuracy show in
--- brackets what the policy read, bytes_share (01_recall).
+-- tokens, as DeepSeek's indexer does, or blocks. It also selects in every second or
+-- fourth layer alone, and the layers after it read the same tokens (index_layers). To
+-- compute token_recall, it finds the tokens with the most exact attention (the sum over
+-- heads), as many as are selected; token_recall is the share of these that is selected.
+-- Tables of accuracy show in brackets what the policy read, bytes_share (01_recall).
 --
 --   ./kvlab run lua/experiments/11_nsa_recall.lua [--device=cuda] [--set prompts=4]
 local costs = require "kvlab.experiment.costs"
@@ -84,7 +85,7 @@ local function run(config)
     recent = config.recent, min_blocks = 0, index = config.index,
     index_dim = config.index_dim, index_bits = config.bits,
     rotate = config.rotate == "yes", granularity = config.granularity,
-    seed = config.seed })
+    index_layers = config.index_layers, seed = config.seed })
   local accuracy, step_us, found = sitting:ask(policy, observer)
   local metrics = found.probe:metrics()
   return costs.add({ accuracy = accuracy,
@@ -99,12 +100,20 @@ end
 local function table_of(value, index, granularity)
   return { rows = "index_dim", columns = "budget", value = value, format = "%.3f",
            beside = value == "accuracy" and "bytes_share" or nil,
-           where = { index = index, granularity = granularity, rotate = "no", bits = 8 } }
+           where = { index = index, granularity = granularity, rotate = "no", bits = 8,
+                     index_layers = 1 } }
 end
 
 local function bits_table(index, rotate)
   return { rows = "bits", columns = "budget", value = "token_recall", format = "%.3f",
            where = { index = index, granularity = "token", rotate = rotate,
+                     index_dim = 128, index_layers = 1 } }
+end
+
+local function layers_table(value)
+  return { rows = "index_layers", columns = "budget", value = value, format = "%.3f",
+           beside = value == "accuracy" and "bytes_share" or nil,
+           where = { index = "key", granularity = "token", rotate = "no", bits = 8,
                      index_dim = 128 } }
 end
 
@@ -117,15 +126,18 @@ kv.experiment.run {
     { "rotate", { "no", "yes" } },
     { "bits", { 8, 4, 2 } },
     { "index_dim", { 32, 64, 128 } },
+    { "index_layers", { 1, 2, 4 } },
     { "budget", { 0.02, 0.05, 0.1, 0.3 } },
   },
   defaults = { context = 4096, prompts = 8, needles = 32, block_size = 16, sink = 1,
                recent = 2 },
   quick = { context = 1024, prompts = 1, index_dim = { 64, 128 }, bits = { 8, 2 },
-            budget = { 0.05, 0.3 } },
+            index_layers = { 1, 2 }, budget = { 0.05, 0.3 } },
   when = function(config) -- the model's keys have 128 dims
     return (config.index == "random" or config.index_dim == 128)
       and (config.bits == 8 or config.granularity == "token" and config.index_dim == 128)
+      and (config.index_layers == 1 or config.index == "key" and config.bits == 8
+           and config.granularity == "token" and config.rotate == "no")
   end,
   metrics = { "accuracy", "token_recall", "attention_mass", "output_error", "bytes_read",
               "bytes_share", "held_share", "moved_share", "step_us", "questions" },
@@ -138,9 +150,12 @@ kv.experiment.run {
             table_of("token_recall", "key", "token"),
             table_of("token_recall", "random", "token"),
             bits_table("key", "no"), bits_table("key", "yes"),
-            bits_table("random", "no"), bits_table("random", "yes") },
+            bits_table("random", "no"), bits_table("random", "yes"),
+            layers_table "accuracy", layers_table "token_recall",
+            layers_table "attention_mass" },
   plot = { x = "budget", y = "token_recall", series = "index_dim", panel = "index",
-           where = { granularity = "token", rotate = "no", bits = 8 }, logx = true,
+           where = { granularity = "token", rotate = "no", bits = 8, index_layers = 1 },
+           logx = true,
            xlabel = "budget (share of tokens)", ylabel = "share of the best tokens",
            title = "Recall model: the best tokens that an index finds, by budget" },
 }

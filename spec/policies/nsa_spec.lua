@@ -50,10 +50,41 @@ describe("nsa by tokens", function()
       end
     end)
 
+    it("selects in every n-th layer, and attends to its tokens in those after it",
+      function()
+        for n = 1, 3 do
+          local policy, tokens, layers = kv.policy("nsa", options { tokens = 20,
+            index_layers = n }), {}, {}
+          for _, phase in ipairs { "compute_prefill", "compute_decode" } do
+            local compute = policy[phase]
+            policy[phase] = function(self, attention, ctx, out)
+              local result, _, _, list = compute(self, attention, ctx, out)
+              table.insert(tokens, list:list())
+              return result, nil, nil, list
+            end
+          end
+          local its = rig.new(dev, { policy = policy })
+          local select = policy.landmarks.select
+          policy.landmarks.select = function(self, ctx, want)
+            layers[ctx.layer] = true
+            return select(self, ctx, want)
+          end
+          rig.play(dev, { rig = its }, { { "prefill", 1, 50 }, { "prefill", 1, 30 },
+            { "decode", 1 }, { "decode", 1 } })
+          its.cache:close()
+          assert.same({ true, n == 1 or nil }, { layers[0], layers[1] })
+          assert.equal(0, #tokens % 2)
+          for i = 1, #tokens, 2 do
+            assert.equal(n > 1, pcall(assert.same, tokens[i], tokens[i + 1]))
+          end
+        end
+      end)
+
     it("equals dense prefill when the budget is everything, in any chunks", function()
       local dense = rig.prefill(dev, { length = 200 })
       for _, chunk in ipairs { 7, 64, 200 } do
-        for _, o in ipairs { { ratio = 1 }, { index_topk = 200 } } do
+        for _, o in ipairs { { ratio = 1 }, { index_topk = 200 },
+                             { index_topk = 200, index_layers = 2 } } do
           local policy = kv.policy("nsa", options(o))
           support.close(rig.prefill(dev, { length = 200, chunk = chunk,
             prefill_policy = policy }), dense, 3e-6, 3e-6)
@@ -208,6 +239,9 @@ describe("nsa by tokens", function()
       "nsa", { granularity = "both" })
     support.raises("both index_topk and ratio are given", kv.policy, "nsa",
       { ratio = 0.1, index_topk = 64 })
+    support.raises('index_layers is 2 with granularity = "block", expected 1', decode,
+      cpu, { granularity = "block", ratio = 0.3, index_layers = 2 })
+    support.raises("index_layers is 0, expected", kv.policy, "nsa", { index_layers = 0 })
     support.raises("expected index_weights with k, q and heads", decode, cpu,
       { ratio = 0.3, index = "given" })
   end)
