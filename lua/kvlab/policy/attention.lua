@@ -474,6 +474,14 @@ local function attend_reusing(p, self, ctx, out)
   return self.reuse[self.reuse_role](self.reuse, p, self, ctx, out)
 end
 
+--- Raises unless q has the heads that the attention was opened with.
+local function check_query(self, q)
+  local heads, dim = self.shape.heads * self.shape.cut_heads, self.shape.head_dim
+  if q.ndim == 3 and q:size(1) == heads and q:size(2) == dim then return end
+  options.fail(("forward: q is [%s], expected [tokens, %d, %d]: its heads and head_dim")
+    :format(table.concat(q:dims(), ", "), heads, dim))
+end
+
 --- Appends k, v [tokens, kv_heads, head_dim] and attends with q [tokens, heads,
 -- head_dim]. With inv_freq, q is rotated in place, and k may be. v is nil if values are
 -- the first numbers of their keys.
@@ -482,6 +490,7 @@ function Attention:forward(layer, q, k, v, out)
   local ctx = self.context
   local ev, p, cuts = ctx.event, ctx.policy, ctx.batch and ctx.batch.cuts
   if not p then options.fail "forward: no step has begun, expected begin before" end
+  check_query(self, q)
   ev.layer = layer
   local wanted = out
   if cuts then

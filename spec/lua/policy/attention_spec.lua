@@ -126,6 +126,26 @@ describe("attention", function()
       { cache = cache, heads = 3 })
   end)
 
+  it("refuses queries with other heads, and appends nothing", function()
+    local attention, batch = kv.attention { cache = cache, heads = 4 }, cache:batch()
+    local seq = cache:sequence()
+    local k = kv.ones(dev, "f32", { 3, 2, 8 })
+    cache:layer(0):fill_(7)
+    batch:append({ seq }, { 3 })
+    attention:begin(batch, true)
+    for words, dims in pairs { ["q is [3, 8, 8]"] = { 3, 8, 8 },
+                               ["q is [3, 4, 16]"] = { 3, 4, 16 },
+                               ["q is [12, 8]"] = { 12, 8 } } do
+      raises(words .. ", expected [tokens, 4, 8]: its heads and head_dim",
+        attention.forward, attention, 0, kv.zeros(dev, "f32", dims), k, k)
+    end
+    assert.equal(7, cache:layer(0):max():item())
+    assert.equal(7, cache:layer(0):min():item())
+    attention:forward(0, kv.zeros(dev, "f32", { 3, 4, 8 }), k, k)
+    assert.equal(1, cache:layer(0):min():item())
+    seq:close()
+  end)
+
   it("refuses a decode step in which a sequence has no new token", function()
     local attention = kv.attention { cache = cache, heads = 4 }
     local batch = cache:batch()
