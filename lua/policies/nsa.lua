@@ -32,6 +32,9 @@ local function compute(self, attention, ctx, out)
   end
   if selects_in(self, ctx.layer) then
     self.listed = self.landmarks:select(ctx, self.want)
+  elseif not self.listed then
+    error(("policy nsa: layer %d reads the tokens of layer %d, which selected none in "
+      .. "this step"):format(ctx.layer, ctx.layer - ctx.layer % self.index_layers), 0)
   end
   return attention:over_tokens(self.listed, ctx, out), nil, nil, self.listed
 end
@@ -68,6 +71,7 @@ return kv.policy.define {
     end
     self.eager = self.granularity == "token" and not self.tokens
   end,
+  step_begin = function(self) self.listed = nil end,
   on_prefill_offload = update, on_decode_offload = update,
   score = function(self, ctx) return self.landmarks:score(ctx) end,
   compute_decode = compute, compute_prefill = compute,

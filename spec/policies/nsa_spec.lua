@@ -232,6 +232,21 @@ describe("nsa by tokens", function()
     assert.near(60 / 16, key.blocks_read, 1e-6)
   end)
 
+  it("does not read the tokens of an earlier step", function()
+    local its = rig.new(cpu, { policy = "nsa", options = options { tokens = 20,
+      index_layers = 2 } })
+    rig.play(cpu, { rig = its }, { { "prefill", 1, 50 }, { "decode", 1 } })
+    local q = kv.zeros(cpu, "f32", { 1, rig.SHAPE.heads, rig.SHAPE.head_dim })
+    local k = kv.zeros(cpu, "f32", { 1, rig.SHAPE.kv_heads, rig.SHAPE.head_dim })
+    its.batch:append({ its.cache:sequence() }, { 1 })
+    its.attention:begin(its.batch, false)
+    support.raises("layer 1 reads the tokens of layer 0, which selected none",
+      its.attention.forward, its.attention, 1, q, k, k)
+    its.attention:forward(0, q, k, k)
+    its.attention:forward(1, q, k, k)
+    its.cache:close()
+  end)
+
   it("refuses what it cannot do, in words", function()
     support.raises("attention over tokens does not know KV in host memory", decode, cpu,
       { ratio = 0.3 }, { offload = { slots = 2 } })
