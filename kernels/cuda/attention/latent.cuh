@@ -578,11 +578,7 @@ __global__ void __maxnreg__(shape::REGISTERS)
     memory.init(plan);
   }
   __syncthreads();
-  /* Cold reads of these would be the first things to wait for. */
-  const int64_t number = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (number * 32 < a.seqs * a.max_blocks) prefetch_l2(a.tables + number * 32);
-  if (number * 32 < a.seqs) prefetch_l2(a.lens + number * 32);
-  if (a.starts && number * 32 < a.seqs) prefetch_l2(a.starts + number * 32);
+  ask_for_tables(a);
   wait_for_previous();
   let_next_start();
   /* warp is the same in all lanes; the shuffle tells the compiler so. */

@@ -121,40 +121,7 @@ private:
   }
 };
 
-/* Calls f with all the work of this thread block. A warp calls it. */
-template <class shape, class F>
-__device__ __forceinline__ void each_work(const latent_memory<shape> &memory, F f) {
-  for (uint32_t n = 0;; n++) {
-    const wgmma_work w = memory.wait_work(n);
-    memory.work_done(n);
-    if (w.tokens == 0) return;
-    f(w);
-  }
-}
-
 /* ---- producers ------------------------------------------------------------------------- */
-
-/* One warp finds the work, up to SLOTS pieces ahead; see wgmma_memory.cuh. */
-template <class shape>
-__device__ void find_work(const kvl_paged_attention_args &a, const wgmma_plan &plan,
-                          latent_memory<shape> &memory) {
-  constexpr int SLOTS = latent_memory<shape>::SLOTS;
-  uint32_t n = 0;
-  auto give = [&](const wgmma_work &w) {
-    const int slot = n % SLOTS;
-    barrier_wait(memory.work_empty(slot), (n / SLOTS & 1) ^ 1);
-    if (threadIdx.x % WARP == 0) {
-      memory.work[slot] = w;
-      barrier_arrive(memory.work_full(slot));
-    }
-    n++;
-  };
-  if (plan.shares > 0) each_piece<shape>(a, plan, give);
-  else each_item<shape>(a, plan, give);
-  wgmma_work none;
-  none.tokens = 0;
-  give(none);
-}
 
 /* One warp brings the rows of Q. */
 template <class T, class shape>

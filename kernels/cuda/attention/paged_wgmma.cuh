@@ -378,11 +378,7 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
     memory.init(plan, BIASED ? 1.f : a.scale * LOG2E);
   }
   __syncthreads();
-  /* The tables are large, and a cold read of them would be the first thing to wait for. */
-  const int64_t number = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (number * 32 < a.seqs * a.max_blocks) prefetch_l2(a.tables + number * 32);
-  if (number * 32 < a.seqs) prefetch_l2(a.lens + number * 32);
-  if (a.starts && number * 32 < a.seqs) prefetch_l2(a.starts + number * 32);
+  ask_for_tables(a);
   wait_for_previous();
   if (shape::JOIN_BESIDE || plan.shares == 0) let_next_start();
   /* warp is the same in all lanes; the shuffle tells the compiler so. */

@@ -6,6 +6,7 @@
 
 #include "args/attention.h"
 #include "cuda/attention/wgmma_plan.cuh"
+#include "cuda/programmatic.cuh"
 
 namespace kvl {
 
@@ -119,9 +120,10 @@ private:
   }
 };
 
-/* Calls f with all the work of this thread block. A warp calls it. */
-template <class shape, class F>
-__device__ __forceinline__ void each_work(const wgmma_memory<shape> &memory, F f) {
+/* Calls f with all the work of this thread block. A warp calls it. (latent.cuh has a memory of
+ * its own.) */
+template <class shape, template <class> class Memory, class F>
+__device__ __forceinline__ void each_work(const Memory<shape> &memory, F f) {
   for (uint32_t n = 0;; n++) {
     const wgmma_work w = memory.wait_work(n);
     memory.work_done(n);
@@ -138,11 +140,19 @@ template <int PIECES> __device__ __forceinline__ uint32_t swizzled(int row, int 
 
 /* ---- producers ------------------------------------------------------------------------- */
 
+/* Asks the L2 for tables and lengths: cold reads of them would be the first things to wait for. */
+__device__ __forceinline__ void ask_for_tables(const kvl_paged_attention_args &a) {
+  const int64_t number = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (number * 32 < a.seqs * a.max_blocks) prefetch_l2(a.tables + number * 32);
+  if (number * 32 < a.seqs) prefetch_l2(a.lens + number * 32);
+  if (a.starts && number * 32 < a.seqs) prefetch_l2(a.starts + number * 32);
+}
+
 /* One warp finds the work, up to SLOTS pieces ahead. */
-template <class shape>
+template <class shape, template <class> class Memory>
 __device__ void find_work(const kvl_paged_attention_args &a, const wgmma_plan &plan,
-                          wgmma_memory<shape> &memory) {
-  constexpr int SLOTS = wgmma_memory<shape>::SLOTS;
+                          Memory<shape> &memory) {
+  constexpr int SLOTS = Memory<shape>::SLOTS;
   uint32_t n = 0;
   auto give = [&](const wgmma_work &w) {
     const int slot = n % SLOTS;
