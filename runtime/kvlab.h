@@ -361,13 +361,15 @@ int kvl_linear(const kvl_tensor *x, const kvl_tensor *norm, double eps,
 int kvl_linear_parts(const kvl_tensor *x, const kvl_tensor *norm, double eps,
                      const kvl_tensor *weight, const kvl_tensor *bias,
                      const kvl_tensor *const *outs, int parts);
-/* Rotates the pairs (i, i + dim/2) of each head by positions[t] * inv_freq[i], in place.
- * Dims from 2 * pairs on stay as they are. Source: Su et al. 2021, in the half-split form of
+/* Rotates the pairs (first + i, first + pairs + i) of each head by positions[t] * inv_freq[i],
+ * in place. Other numbers stay as they are. Source: Su et al. 2021, in the half-split form of
  * Hugging Face.
  *  x          f32 f16 bf16  [tokens, heads, head_dim]
  *  positions  i32           [tokens]
- *  inv_freq   f32           [pairs]      pairs <= head_dim / 2 */
-int kvl_rope(const kvl_tensor *x, const kvl_tensor *positions, const kvl_tensor *inv_freq);
+ *  inv_freq   f32           [pairs]      first + 2 * pairs <= head_dim
+ *  first      0 where heads turn from their first number on */
+int kvl_rope(const kvl_tensor *x, const kvl_tensor *positions, const kvl_tensor *inv_freq,
+             int64_t first);
 /* out = silu(gate) * up, all f32, f16 or bf16 [rows, dim] with equal shapes and dtypes. */
 int kvl_silu_mul(const kvl_tensor *gate, const kvl_tensor *up, const kvl_tensor *out);
 
@@ -504,8 +506,8 @@ int kvl_sequences_step(kvl_sequence *const *seqs, const int32_t *tokens, int n, 
  *
  * A format may say that a value is the first value_dim numbers of its key, as that of a latent
  * is (is_shared). Its pages hold keys alone, of f32, f16 or bf16; key_dim and value_dim are
- * multiples of 8, key_dim up to 576. kvl_append_kv, kvl_read_blocks and kvl_paged_attention
- * without a hook take such pages; value_dim is the length of what they give. So do summaries
+ * multiples of 8, key_dim up to 576. kvl_append_kv, kvl_rope_append, kvl_read_blocks and
+ * kvl_paged_attention without a hook take such pages; value_dim is the length of what they give. So do summaries
  * and scores, which read keys alone (hashes with a key_dim of up to 256). Other ops refuse them.
  *
  * cache, q, k, v, out and summary begin at a multiple of 16 bytes.
@@ -528,7 +530,8 @@ int kvl_pages_of(const kvl_tensor *cache, const kvl_format *format, kvl_pages *o
 int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *places,
                   const kvl_tensor *cache, const kvl_format *format);
 /* kvl_rope of q and k and then kvl_append_kv, in one launch and with the same bits as the
- * two. q is rotated in place. k is rotated on its way into the cache; the arguments k and v
+ * two. Where values are the first numbers of their keys, the numbers behind the values turn
+ * (first = value_dim), else those from 0 on. q is rotated in place. k is rotated on its way into the cache; the arguments k and v
  * stay as they are. No two tokens may have the same place.
  *  q                    like k  [tokens, heads, head_dim]
  *  k, v, places         as for kvl_append_kv
@@ -566,8 +569,9 @@ int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
  *                  may see, adds nothing. A token that is listed twice counts twice. Instead
  *                  of a selection. NULL: no list
  *  slots      i32  [seqs, kv_heads or 1, max_selected]  the physical block of each selected
- *                  block (with a list [tokens, ...]: of each listed token), used instead of
- *                  tables (for slots of a ring or a hot cache); NULL: tables is used
+ *                  block, used instead of tables (for slots of a ring or a hot cache). With a
+ *                  list [tokens, ...]: where each listed token lies, block * block_size +
+ *                  offset. NULL: tables is used
  *  alibi      f32  [heads] slopes; bias = slope * (key position - query position);
  *                  NULL: no bias
  *  prev_out   f32  [tokens, heads, head_dim]  the result of an attention over other keys,
@@ -1017,6 +1021,10 @@ void kvl_graph_close(kvl_graph *graph);
  *  moved  i64  [1]  the bytes copied are added to it; may be NULL */
 int kvl_move_blocks(const kvl_tensor *src, const kvl_tensor *from, const kvl_tensor *dst,
                     const kvl_tensor *to, const kvl_format *format, const kvl_tensor *moved);
+/* The same for single tokens, block * block_size + offset of either side. No int8.
+ *  from, to  i32  [seqs, kv_heads, n] */
+int kvl_move_tokens(const kvl_tensor *src, const kvl_tensor *from, const kvl_tensor *dst,
+                    const kvl_tensor *to, const kvl_format *format, const kvl_tensor *moved);
 
 /* Divides a selection for attention over a ring: into passes of `n` blocks that come from
  * the host tier, and the open blocks, which lie in a buffer on the device. heads is 1 or
@@ -1128,11 +1136,17 @@ int kvl_ring_trace_get(kvl_ring *ring, kvl_span *out, int n);
  *  age       f32  [kv_heads, blocks]  how many calls ago the block was last selected; NULL:
  *                 not kept. Only calls that are not ahead make a block older, but a block
  *                 that a call ahead selects has age 0, too. Blocks without a slot have no
- *                 meaningful uses and age. Either tensor may also be the priority */
+ *                 meaningful uses and age. Either tensor may also be the priority
+ *  by_token  1: a slot holds one token instead of a block. Slot s is the token at offset
+ *            s % block_size of block s / block_size of memory. Wherever these functions say
+ *            block of the host tier, token block * block_size + offset is meant, and selections
+ *            have indices of tokens, in any order, instead of logical blocks. Only kvl_hot_drop
+ *            takes blocks all the same. No int8 */
 typedef struct kvl_hot {
   const kvl_tensor *memory, *slot_of, *block_of, *order, *priority, *counters, *ahead;
   const kvl_tensor *uses, *age;
   const kvl_format *format; /* of memory and the host tier */
+  int32_t by_token, reserved;
 } kvl_hot;
 
 /* Gives every selected block a slot and evicts others for it. A call never evicts a block

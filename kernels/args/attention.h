@@ -19,8 +19,9 @@ struct kvl_rope_append_args {
   const int32_t *positions;
   const float *inv_freq;
   const int64_t *places;
-  int64_t tokens, heads, pairs; /* heads: of q */
-  int32_t dtype;                /* of q, k and v */
+  int64_t tokens, heads; /* heads: of q */
+  int64_t pairs, first;  /* number first + i and first + pairs + i are pair i */
+  int32_t dtype;         /* of q, k and v */
 };
 struct kvl_copy_blocks_args {
   void *memory;

@@ -57,7 +57,7 @@ struct kvl_rope_args {
   void *x;
   const int32_t *positions;
   const float *inv_freq;
-  int64_t tokens, heads, head_dim, pairs;
+  int64_t tokens, heads, head_dim, pairs, first;
   int32_t dtype;
 };
 

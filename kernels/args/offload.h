@@ -10,6 +10,7 @@ struct kvl_move_blocks_args {
   const int32_t *from, *to;  /* [seqs, lanes, n] */
   int64_t *moved;            /* optional */
   int64_t seqs, lanes, n;    /* lanes: 1 or kv_heads */
+  int64_t rows; /* 1 for blocks, else the tokens of one, which then move singly */
 };
 struct kvl_cut_selection_args {
   const int32_t *selection; /* optional [seqs, heads, max_selected] */
@@ -21,9 +22,11 @@ struct kvl_cut_selection_args {
   int32_t block_size;
 };
 
-/* One layer of a hot cache, see runtime/kvlab.h. */
+/* One layer of a hot cache, see runtime/kvlab.h. Where slots hold single tokens, a block below
+ * is a token: number `block * each + offset` of the host tier, and slot s is in block s / each
+ * of memory. */
 struct kvl_hot_view {
-  struct kvl_pages memory;   /* its .blocks is the number of slots */
+  struct kvl_pages memory;
   int32_t *slot_of;          /* [kv_heads, blocks] */
   int32_t *block_of, *order; /* [kv_heads, slots] */
   const float *priority;     /* optional [kv_heads, blocks] */
@@ -31,6 +34,8 @@ struct kvl_hot_view {
   int32_t *ahead;            /* optional [kv_heads, slots] */
   float *uses, *age;         /* optional [kv_heads, blocks] */
   int64_t blocks;            /* of the host tier */
+  int64_t each;              /* how many of these a block has: 1, or its tokens */
+  int64_t slots;             /* of each KV head */
 };
 struct kvl_hot_resolve_args {
   struct kvl_hot_view hot;

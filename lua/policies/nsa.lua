@@ -9,9 +9,10 @@
 --         kvlab/index/landmarks.lua describes the kinds that `index` may name
 -- Score   sum over heads of relu(q . k). granularity = "block" scores a block by its best
 --         token. granularity = "token" selects the best tokens, as DSA does, and does so
---         for each token of a prompt too; KV must then be on the device, because only
---         whole blocks cross a link. With index_layers = n only every n-th layer selects,
---         and the layers after it read the same tokens (IndexCache, arXiv:2603.12201)
+--         for each token of a prompt too; KV must then be on the device or, in decode,
+--         behind a hot cache of tokens (hot_tokens). With index_layers = n only every
+--         n-th layer selects, and the layers after it read the same tokens (IndexCache,
+--         arXiv:2603.12201)
 -- Cost    reads one byte per dim of every token's index key. With "token", attention
 --         reads scattered rows of head_dim numbers. A ratio of tokens is computed for
 --         each sequence: sequences of different lengths take a launch each, and no graph

@@ -11,7 +11,7 @@ _Static_assert(offsetof(kvl_tensor, shape) == 24, "kvl_tensor is read by LuaJIT"
 _Static_assert(sizeof(kvl_attention) == 192, "kvl_attention is read by LuaJIT");
 _Static_assert(sizeof(kvl_cut) == 72, "kvl_cut is read by LuaJIT");
 _Static_assert(sizeof(kvl_span) == 32, "kvl_span is read by LuaJIT");
-_Static_assert(sizeof(kvl_hot) == 80, "kvl_hot is read by LuaJIT");
+_Static_assert(sizeof(kvl_hot) == 88, "kvl_hot is read by LuaJIT");
 _Static_assert(sizeof(kvl_resolve) == 80, "kvl_resolve is read by LuaJIT");
 _Static_assert(sizeof(kvl_vllm) == 88, "kvl_vllm is read by LuaJIT");
 _Static_assert(sizeof(kvl_hamming) == 96, "kvl_hamming is read by LuaJIT");

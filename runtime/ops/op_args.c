@@ -141,6 +141,14 @@ struct kvl_pages kvl__pages_arg(struct kvl__call *c, const char *name,
   return view;
 }
 
+void kvl__values_arg(struct kvl__call *c, const kvl_tensor *v, const kvl_format *format,
+                     unsigned dtypes) {
+  if (!format || !format->is_shared)
+    kvl__vector_arg(c, "v", v, dtypes, "tokens kv_heads head_dim");
+  else if (v)
+    kvl__call_fail(c, "v is given, expected none: values are the first numbers of keys");
+}
+
 void kvl__expect_same_pages(struct kvl__call *c, const char *name, const struct kvl_pages *p,
                             const struct kvl_pages *other) {
   if (p->codec != other->codec)

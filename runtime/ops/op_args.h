@@ -26,6 +26,9 @@ void kvl__expect_block_size(struct kvl__call *c, int block_size);
 void kvl__expect_budget(struct kvl__call *c, const kvl_budget *budget);
 /* Checks the limits of lists, f32 or i32 [seqs or 1, selection_heads], which may be NULL. */
 struct kvl_limits kvl__limits_arg(struct kvl__call *c, const kvl_tensor *limits);
+/* Checks v, the values of new tokens, which is none where values are shared. */
+void kvl__values_arg(struct kvl__call *c, const kvl_tensor *v, const kvl_format *format,
+                     unsigned dtypes);
 /* The dtypes that rows for pages and queries that read them may have: the codec's own and
  * f32, or f32, f16 and bf16 if the codec is no dtype of rows. */
 unsigned kvl__rows_of(int codec);

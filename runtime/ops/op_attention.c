@@ -30,11 +30,8 @@ int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *pl
                   const kvl_tensor *cache, const kvl_format *format) {
   struct kvl__call c = {.op = "append_kv"};
   struct kvl_pages view = cache_arg(&c, cache, format);
-  const int is_shared = format && format->is_shared;
   kvl__vector_arg(&c, "k", k, kvl__rows_of(view.codec), "tokens kv_heads head_dim");
-  if (is_shared && v)
-    kvl__call_fail(&c, "v is given, expected none: values are the first numbers of keys");
-  if (!is_shared) kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
+  kvl__values_arg(&c, v, format, kvl__like(k));
   kvl__arg(&c, "places", places, KVL__I64, "tokens");
   if (c.status < 0) return c.status;
   struct kvl_append_kv_args args = {.cache = view,

@@ -118,22 +118,33 @@ int kvl_linear_parts(const kvl_tensor *x, const kvl_tensor *norm, double eps,
   return linear(&c, x, norm, eps, weight, bias, KVL_LINEAR_PLAIN, outs, parts);
 }
 
-static void expect_pairs(struct kvl__call *c, const kvl_tensor *inv_freq) {
-  int64_t most = kvl__dim(c, "head_dim") / 2;
-  if (c->status >= 0 && inv_freq->count > most)
+static void expect_pairs(struct kvl__call *c, const kvl_tensor *inv_freq, int64_t first) {
+  const int64_t dim = kvl__dim(c, "head_dim"), most = (dim - first) / 2;
+  if (c->status >= 0 && (first < 0 || first > dim))
+    kvl__call_fail(c, "first is %lld, expected 0 ... head_dim = %lld", (long long)first,
+                   (long long)dim);
+  if (c->status < 0 || inv_freq->count <= most) return;
+  if (first == 0)
     kvl__call_fail(c, "inv_freq has %lld pairs, expected at most head_dim / 2 = %lld",
                    (long long)inv_freq->count, (long long)most);
+  kvl__call_fail(c,
+                 "inv_freq has %lld pairs, expected at most %lld: head_dim is %lld, and "
+                 "numbers from %lld on turn",
+                 (long long)inv_freq->count, (long long)most, (long long)dim,
+                 (long long)first);
 }
 
-int kvl_rope(const kvl_tensor *x, const kvl_tensor *positions, const kvl_tensor *inv_freq) {
+int kvl_rope(const kvl_tensor *x, const kvl_tensor *positions, const kvl_tensor *inv_freq,
+             int64_t first) {
   struct kvl__call c = {.op = "rope"};
   kvl__arg(&c, "x", x, KVL__FLOAT, "tokens heads head_dim");
   kvl__arg(&c, "positions", positions, KVL__I32, "tokens");
   kvl__arg(&c, "inv_freq", inv_freq, KVL__F32, "pairs");
-  expect_pairs(&c, inv_freq);
+  expect_pairs(&c, inv_freq, first);
   if (c.status < 0) return c.status;
-  struct kvl_rope_args args = {x->ptr,      positions->ptr, inv_freq->ptr,   x->shape[0],
-                               x->shape[1], x->shape[2],    inv_freq->count, x->dtype};
+  struct kvl_rope_args args = {x->ptr,          positions->ptr, inv_freq->ptr,
+                               x->shape[0],     x->shape[1],    x->shape[2],
+                               inv_freq->count, first,          x->dtype};
   return KVL__LAUNCH(&c, rope, args);
 }
 
@@ -142,19 +153,20 @@ int kvl_rope_append(const kvl_tensor *q, const kvl_tensor *k, const kvl_tensor *
                     const kvl_tensor *places, const kvl_tensor *cache,
                     const kvl_format *format) {
   struct kvl__call c = {.op = "rope_append"};
-  struct kvl_pages view = kvl__pages_arg(&c, "cache", cache, format,
-                                         "blocks 2 kv_heads block_size head_dim");
+  struct kvl_pages view = kvl__any_pages_arg(&c, "cache", cache, format,
+                                             "blocks 2 kv_heads block_size head_dim");
   kvl__vector_arg(&c, "q", q, kvl__rows_of(view.codec), "tokens heads head_dim");
   kvl__vector_arg(&c, "k", k, kvl__like(q), "tokens kv_heads head_dim");
-  kvl__vector_arg(&c, "v", v, kvl__like(q), "tokens kv_heads head_dim");
+  kvl__values_arg(&c, v, format, kvl__like(q));
   kvl__arg(&c, "positions", positions, KVL__I32, "tokens");
   kvl__arg(&c, "inv_freq", inv_freq, KVL__F32, "pairs");
   kvl__arg(&c, "places", places, KVL__I64, "tokens");
-  expect_pairs(&c, inv_freq);
+  const int64_t first = format && format->is_shared ? format->value_dim : 0;
+  expect_pairs(&c, inv_freq, first);
   if (c.status < 0) return c.status;
   struct kvl_rope_append_args args = {
-      view,        q->ptr,      k->ptr,      v->ptr,          positions->ptr, inv_freq->ptr,
-      places->ptr, q->shape[0], q->shape[1], inv_freq->count, q->dtype};
+      view,        q->ptr,      k->ptr,      v ? v->ptr : NULL, positions->ptr, inv_freq->ptr,
+      places->ptr, q->shape[0], q->shape[1], inv_freq->count,   first,          q->dtype};
   return KVL__LAUNCH(&c, rope_append, args);
 }
 

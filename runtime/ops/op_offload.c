@@ -7,14 +7,27 @@
 /* The memory of an optional tensor that was checked, or NULL. */
 static void *ptr_of(const kvl_tensor *t) { return t ? t->ptr : NULL; }
 
-int kvl_move_blocks(const kvl_tensor *src, const kvl_tensor *from, const kvl_tensor *dst,
-                    const kvl_tensor *to, const kvl_format *format, const kvl_tensor *moved) {
-  struct kvl__call c = {.op = "move_blocks"};
-  struct kvl_move_blocks_args args = {0};
-  args.src = kvl__pages_arg(&c, "src", src, format,
-                            "blocks_src 2 kv_heads block_size head_dim");
-  args.dst = kvl__pages_arg(&c, "dst", dst, format,
-                            "blocks_dst 2 kv_heads block_size head_dim");
+/* Expects pages whose tokens can be moved one by one. */
+static void expect_single_tokens(struct kvl__call *c, const char *name,
+                                 const struct kvl_pages *pages) {
+  if (c->status >= 0 && kvl__packs(pages->codec))
+    kvl__call_fail(c,
+                   "%s is int8, whose numbers and scales lie apart, expected another format "
+                   "where single tokens move",
+                   name);
+}
+
+/* Moves blocks or, by_token, tokens. */
+static int move(struct kvl__call c, const kvl_tensor *src, const kvl_tensor *from,
+                const kvl_tensor *dst, const kvl_tensor *to, const kvl_format *format,
+                int by_token, const kvl_tensor *moved) {
+  struct kvl_move_blocks_args args = {.rows = 1};
+  args.src = kvl__any_pages_arg(&c, "src", src, format,
+                                "blocks_src 2 kv_heads block_size head_dim");
+  args.dst = kvl__any_pages_arg(&c, "dst", dst, format,
+                                "blocks_dst 2 kv_heads block_size head_dim");
+  if (by_token) args.rows = args.src.block_size;
+  if (by_token) expect_single_tokens(&c, "src", &args.src);
   kvl__expect_same_pages(&c, "dst", &args.dst, &args.src);
   kvl__arg(&c, "from", from, KVL__I32, "seqs lanes n");
   kvl__arg(&c, "to", to, KVL__I32, "seqs lanes n");
@@ -23,12 +36,25 @@ int kvl_move_blocks(const kvl_tensor *src, const kvl_tensor *from, const kvl_ten
   if (args.lanes != 1 && args.lanes != args.src.kv_heads)
     kvl__call_fail(&c, "from is for %lld heads, expected 1 or kv_heads = %d",
                    (long long)args.lanes, args.src.kv_heads);
+  if (by_token && args.lanes != args.src.kv_heads)
+    kvl__call_fail(&c, "from is for %lld heads, expected kv_heads = %d for tokens",
+                   (long long)args.lanes, args.src.kv_heads);
   if (c.status < 0) return c.status;
   args.from = from->ptr;
   args.to = to->ptr;
   args.seqs = kvl__dim(&c, "seqs");
   args.n = kvl__dim(&c, "n");
   return KVL__LAUNCH(&c, move_blocks, args);
+}
+
+int kvl_move_blocks(const kvl_tensor *src, const kvl_tensor *from, const kvl_tensor *dst,
+                    const kvl_tensor *to, const kvl_format *format, const kvl_tensor *moved) {
+  return move((struct kvl__call){.op = "move_blocks"}, src, from, dst, to, format, 0, moved);
+}
+
+int kvl_move_tokens(const kvl_tensor *src, const kvl_tensor *from, const kvl_tensor *dst,
+                    const kvl_tensor *to, const kvl_format *format, const kvl_tensor *moved) {
+  return move((struct kvl__call){.op = "move_tokens"}, src, from, dst, to, format, 1, moved);
 }
 
 int kvl_cut_selection(const kvl_cut *a) {
@@ -71,9 +97,12 @@ int kvl_cut_selection(const kvl_cut *a) {
 /* ---- hot cache ------------------------------------------------------------------------- */
 
 static struct kvl_hot_view hot_arg(struct kvl__call *c, const kvl_hot *h) {
-  struct kvl_hot_view view = {0};
-  view.memory = kvl__pages_arg(c, "memory", h->memory, h->format,
-                               "slots 2 kv_heads block_size head_dim");
+  struct kvl_hot_view view = {.each = 1};
+  view.memory = kvl__any_pages_arg(c, "memory", h->memory, h->format,
+                                   h->by_token ? "slot_blocks 2 kv_heads block_size head_dim"
+                                               : "slots 2 kv_heads block_size head_dim");
+  if (h->by_token && c->status >= 0) view.each = view.memory.block_size;
+  if (h->by_token) expect_single_tokens(c, "memory", &view.memory);
   kvl__arg(c, "slot_of", h->slot_of, KVL__I32, "kv_heads blocks");
   kvl__arg(c, "block_of", h->block_of, KVL__I32, "kv_heads slots");
   kvl__arg(c, "order", h->order, KVL__I32, "kv_heads slots");
@@ -92,6 +121,13 @@ static struct kvl_hot_view hot_arg(struct kvl__call *c, const kvl_hot *h) {
   view.uses = ptr_of(h->uses);
   view.age = ptr_of(h->age);
   view.blocks = kvl__dim(c, "blocks");
+  view.slots = kvl__dim(c, "slots");
+  if (view.slots > view.memory.blocks * view.each)
+    kvl__call_fail(c, "order has %lld slots, expected at most the %lld tokens of memory",
+                   (long long)view.slots, (long long)(view.memory.blocks * view.each));
+  if (view.blocks % view.each)
+    kvl__call_fail(c, "slot_of is for %lld tokens, expected a multiple of block_size = %lld",
+                   (long long)view.blocks, (long long)view.each);
   return view;
 }
 
@@ -126,12 +162,13 @@ int kvl_hot_resolve(const kvl_hot *hot, const kvl_resolve *a) {
   if (c.status >= 0 && kvl__dim(&c, "misses") != most)
     kvl__call_fail(&c, "miss_from has %lld entries per KV head, expected seqs * n = %lld",
                    (long long)kvl__dim(&c, "misses"), (long long)most);
-  if (c.status >= 0 && most > args.hot.memory.blocks)
-    kvl__call_fail(&c,
-                   "%lld sequences may select %lld blocks each, expected at most the "
-                   "%lld slots of the hot cache in all",
-                   (long long)args.seqs, (long long)args.n,
-                   (long long)args.hot.memory.blocks);
+  if (c.status >= 0 && most > args.hot.slots)
+    kvl__call_fail(
+        &c,
+        "%lld sequences may select %lld %s each, expected at most the %lld slots of "
+        "the hot cache in all",
+        (long long)args.seqs, (long long)args.n, args.hot.each > 1 ? "tokens" : "blocks",
+        (long long)args.hot.slots);
   if (c.status < 0) return c.status;
   args.selection = a->selection->ptr;
   args.tables = a->tables->ptr;
@@ -152,22 +189,26 @@ int kvl_hot_append(const kvl_hot *hot, const kvl_tensor *k, const kvl_tensor *v,
   KVL__NEED(hot);
   struct kvl__call c = {.op = "hot_append"};
   struct kvl_hot_append_args args = {.hot = hot_arg(&c, hot)};
-  args.cache = kvl__pages_arg(&c, "cache", cache, hot->format,
-                              "blocks 2 kv_heads block_size head_dim");
+  args.cache = kvl__any_pages_arg(
+      &c, "cache", cache, hot->format,
+      hot->by_token ? "cache_blocks" : "blocks 2 kv_heads block_size head_dim");
+  if (c.status >= 0 && args.cache.blocks * args.hot.each != args.hot.blocks)
+    kvl__call_fail(&c, "cache has %lld blocks, expected %lld", (long long)args.cache.blocks,
+                   (long long)(args.hot.blocks / args.hot.each));
   kvl__expect_same_pages(&c, "cache", &args.cache, &args.hot.memory);
   kvl__vector_arg(&c, "k", k, kvl__rows_of(args.cache.codec), "tokens kv_heads head_dim");
-  kvl__vector_arg(&c, "v", v, kvl__like(k), "tokens kv_heads head_dim");
+  kvl__values_arg(&c, v, hot->format, kvl__like(k));
   kvl__arg(&c, "places", places, KVL__I64, "tokens");
   if (buffer) {
-    args.buffer = kvl__pages_arg(&c, "buffer", buffer, hot->format,
-                                 "buffer_blocks 2 kv_heads block_size head_dim");
+    args.buffer = kvl__any_pages_arg(&c, "buffer", buffer, hot->format,
+                                     "buffer_blocks 2 kv_heads block_size head_dim");
     kvl__expect_same_pages(&c, "buffer", &args.buffer, &args.cache);
     kvl__arg(&c, "buffer_places", buffer_places, KVL__I64, "tokens");
   }
   if (c.status < 0) return c.status;
   args.buffer_places = ptr_of(buffer_places);
   args.k = k->ptr;
-  args.v = v->ptr;
+  args.v = ptr_of(v);
   args.places = places->ptr;
   args.tokens = k->shape[0];
   args.dtype = k->dtype;

@@ -67,22 +67,43 @@ local function lists_of(c, paged, starts, tokens)
   return flat, heads, n
 end
 
---- The slots of listed tokens: the blocks that the tables name. "gaps": some have none.
--- Returns them, and the lists without the entries that have none.
+--- The cache with the K and V of every token at another place, in random order; and the
+-- place of what was at each place.
+local function shuffled(a, rng)
+  local size, dim, heads = a.layout.block_size, a.layout.head_dim, a.layout.kv_heads
+  local count, memory = #a.cache / (2 * heads * dim), {}
+  local place = support.distinct(rng, count, count)
+  local function row_at(at, strip)
+    return ((math.floor(at / size) * 2 * heads + strip) * size + at % size) * dim
+  end
+  for at = 0, count - 1 do
+    for strip = 0, 2 * heads - 1 do
+      local from, to = row_at(at, strip), row_at(place[at + 1], strip)
+      for d = 1, dim do memory[to + d] = a.cache[from + d] end
+    end
+  end
+  return memory, place, count / size
+end
+
+--- The slots of listed tokens, which lie at places of their own. "gaps": some have none.
+-- Returns them, memory and its blocks, and the lists without the entries that have none.
 local function slots_of_lists(c, a, starts, tokens)
   local rng, slots, lists, seq = support.rng(c.seed or 3), {}, {}, 1
+  local memory, place, blocks = shuffled(a, rng)
+  local size = a.layout.block_size
   for row = 0, tokens - 1 do
     while starts and starts[seq + 1] <= row do seq = seq + 1 end
     local table_at = ((starts and seq or row + 1) - 1) * a.max_blocks
     for _ = 1, a.selection_heads * a.max_selected do
       local token = a.listed[#lists + 1]
-      local block = token >= 0 and a.tables[table_at
-        + math.floor(token / a.layout.block_size) + 1]
+      local block = token >= 0 and a.tables[table_at + math.floor(token / size) + 1]
       local has = block and not (c.slots == "gaps" and rng(3) == 0)
-      slots[#slots + 1], lists[#lists + 1] = has and block or -1, has and token or -1
+      slots[#slots + 1] = has and (place[block * size + token % size + 1] or -1)
+        or rng(2) == 0 and -1 or blocks * size
+      lists[#lists + 1] = has and token or -1
     end
   end
-  return slots, lists
+  return slots, memory, blocks, lists
 end
 
 --- K and V of the selected blocks in slots, in random order, different ones for each
@@ -269,7 +290,8 @@ M.inputs = support.latest(function(c)
   local inputs = { paged = paged, q = q, tokens = tokens, a = a, selection = selection,
                    tree = tree, tree_words = tree_words, listed = a.listed }
   if c.slots and c.listed then
-    inputs.slots, a.listed = slots_of_lists(c, a, starts, tokens)
+    inputs.slots, inputs.memory, inputs.blocks, a.listed =
+      slots_of_lists(c, a, starts, tokens)
   elseif c.slots then
     inputs.slots, inputs.memory, inputs.blocks, a.selection = place_in_slots(c, a)
   end
@@ -299,7 +321,7 @@ local function tensors(dev, c, inputs)
     return values and kv.from(dev, dtype, shape, values)
   end
   local cache, tables, lens, format = inputs.paged.on(dev)
-  if c.slots and not c.listed then
+  if c.slots then
     local dims = { inputs.blocks, 2, layout.kv_heads, layout.block_size, layout.head_dim }
     if format then
       cache, format = support.int8_pages(support.from(dev, "f32", dims, inputs.memory))

@@ -240,9 +240,13 @@ describe("latents", function()
     local places = kv.zeros(cpu, "i64", { 1 })
     support.raises("v is given, expected none: values are the first numbers of keys",
       kv.ops.append_kv, k, v, places, memory, format)
-    support.raises("cache has shared values, expected values of their own",
-      kv.ops.rope_append, kv.zeros(cpu, "bf16", { 1, 1, 24 }), k, k,
-      kv.zeros(cpu, "i32", { 1 }), kv.zeros(cpu, "f32", { 12 }), places, memory, format)
+    local q, at = kv.zeros(cpu, "bf16", { 1, 1, 24 }), kv.zeros(cpu, "i32", { 1 })
+    support.raises("v is given, expected none: values are the first numbers of keys",
+      kv.ops.rope_append, q, k, v, at, kv.zeros(cpu, "f32", { 4 }), places, memory,
+      format)
+    support.raises("inv_freq has 5 pairs, expected at most 4: head_dim is 24, and "
+      .. "numbers from 16 on turn", kv.ops.rope_append, q, k, nil, at,
+      kv.zeros(cpu, "f32", { 5 }), places, memory, format)
     support.raises("head_dim is 584, expected a multiple of 8 from 8 to 576",
       kv.ops.append_kv, kv.zeros(cpu, "bf16", { 1, 1, 584 }), nil, places,
       kv.zeros(cpu, "bf16", { 1, 1, 4, 584 }), format_of { head_dim = 584 })

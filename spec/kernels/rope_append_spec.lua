@@ -24,28 +24,34 @@ local function prepare(dev, c)
     return c.scaled and kv.from(dev, "f32", { c.kv_heads },
       support.scales(c.kv_heads, seed)) or nil
   end
-  return { q = rows(c.heads, 1), k = rows(c.kv_heads, 2), v = rows(c.kv_heads, 3),
+  return { q = rows(c.heads, 1), k = rows(c.kv_heads, 2),
+    v = not c.value_dim and rows(c.kv_heads, 3) or nil,
     positions = kv.from(dev, "i32", { c.tokens }, positions),
     inv_freq = kv.from(dev, "f32", { c.pairs }, inv_freq),
     places = kv.from(dev, "i64", { c.tokens }, places),
     cache = (c.pinned and kv.pinned or kv.tensor)(dev, c.dtype,
-      { BLOCKS, 2, c.kv_heads, c.block_size, c.head_dim }):fill_(7),
+      { BLOCKS, c.value_dim and 1 or 2, c.kv_heads, c.block_size, c.head_dim }):fill_(7),
     k_scale = scale(4), v_scale = scale(5) }
+end
+
+local function format_of(t, c)
+  if not c.value_dim then return support.format_of(t.cache, t.k_scale, t.v_scale) end
+  return kv.format { codec = c.dtype, kv_heads = c.kv_heads, block_size = c.block_size,
+                     head_dim = c.head_dim, value_dim = c.value_dim }
 end
 
 local function fused(dev, c)
   local t = prepare(dev, c)
   kv.ops.rope_append(t.q, t.k, t.v, t.positions, t.inv_freq, t.places, t.cache,
-    support.format_of(t.cache, t.k_scale, t.v_scale))
+    format_of(t, c))
   return t
 end
 
 local function apart(dev, c)
   local t = prepare(dev, c)
-  kv.ops.rope(t.q, t.positions, t.inv_freq)
-  local k = kv.ops.rope(t.k:clone(), t.positions, t.inv_freq)
-  kv.ops.append_kv(k, t.v, t.places, t.cache,
-    support.format_of(t.cache, t.k_scale, t.v_scale))
+  kv.ops.rope(t.q, t.positions, t.inv_freq, c.value_dim)
+  local k = kv.ops.rope(t.k:clone(), t.positions, t.inv_freq, c.value_dim)
+  kv.ops.append_kv(k, t.v, t.places, t.cache, format_of(t, c))
   return t
 end
 
@@ -54,31 +60,47 @@ local SHAPES = {   -- tokens, heads, kv_heads, head_dim, pairs, block_size
   { 7, 4, 2, 80, 40, 16 }, { 9, 2, 2, 64, 8, 5 }, { 6, 2, 1, 32, 3, 8 },
   { 4, 1, 1, 16, 0, 4 }, { 600, 8, 2, 128, 64, 256 }, { 3, 2, 2, 256, 128, 16 },
 }
-local cases = {}
+local LATENTS = {   -- the same, and value_dim
+  { 5, 16, 1, 576, 32, 16, 512 }, { 9, 3, 2, 64, 5, 4, 48 }, { 70, 4, 1, 40, 4, 32, 24 },
+  { 3, 2, 1, 24, 0, 4, 24 },
+}
+
+local function case(i, s, dtype, from)
+  return { dtype = dtype, from = from, tokens = s[1], heads = s[2], kv_heads = s[3],
+    head_dim = s[4], pairs = s[5], block_size = s[6], value_dim = s[7],
+    pinned = i % 4 == 0, scaled = dtype == "f8e4m3" and i % 2 == 0 }
+end
+
+local cases, latents = {}, {}
 for _, dtype in ipairs { "f32", "f16", "bf16", "f8e4m3" } do
   for _, from in ipairs { "f32", "f16", "bf16" } do
     if from == "f32" or from == dtype or dtype == "f8e4m3" then
-      for i, s in ipairs(SHAPES) do
-        cases[#cases + 1] = { dtype = dtype, from = from, tokens = s[1], heads = s[2],
-          kv_heads = s[3], head_dim = s[4], pairs = s[5], block_size = s[6],
-          pinned = i % 4 == 0, scaled = dtype == "f8e4m3" and i % 2 == 0 }
+      for i, s in ipairs(SHAPES) do cases[#cases + 1] = case(i, s, dtype, from) end
+      for i, s in ipairs(dtype ~= "f8e4m3" and LATENTS or {}) do
+        latents[#latents + 1] = case(i, s, dtype, from)
       end
     end
   end
 end
 
-local function same(dev)
-  for i, c in ipairs(support.sample(cases)) do
+local function same(dev, list)
+  for i, c in ipairs(list) do
     local got, want = fused(dev, c), apart(dev, c)
-    for _, name in ipairs { "q", "k", "v", "cache" } do
+    for _, name in ipairs { "q", "k", "cache" } do
       support.equal(got[name], want[name], ("%s of case %d"):format(name, i))
     end
+    if got.v then support.equal(got.v, want.v, ("v of case %d"):format(i)) end
   end
 end
 
 describe("rotating and appending", function()
-  support.it_on_cpu("gives the bits of rope and append_kv", same)
-  support.it_on_gpu("gives the bits of rope and append_kv on CUDA", same)
+  for what, list in pairs { [""] = support.sample(cases), [" of latents"] = latents } do
+    support.it_on_cpu("gives the bits of rope and append_kv" .. what, function(dev)
+      same(dev, list)
+    end)
+    support.it_on_gpu("gives the bits of rope and append_kv" .. what .. " on CUDA",
+      function(dev) same(dev, list) end)
+  end
 
   support.it_on_cpu("tells the link what goes to pinned memory", function(dev)
     local c = { dtype = "bf16", from = "bf16", tokens = 7, heads = 2, kv_heads = 2,
@@ -110,10 +132,11 @@ end)
 
 --- Prefill 37 tokens, then decode 3 steps; the outputs of all, with what is to be rotated
 -- rotated by the attention or before it.
-local function attend(dev, rotates, offload)
+local function attend(dev, rotates, offload, value_dim)
   local heads, kv_heads, dim = 4, 2, 16
   local cache = kv.cache { device = dev, format = "f32", layers = 1, blocks = 16,
-    block_size = 4, kv_heads = kv_heads, head_dim = dim, offload = offload }
+    block_size = 4, kv_heads = kv_heads, head_dim = dim,
+    value_dim = value_dim, offload = offload }
   local inv_freq = kv.from(dev, "f32", { 4 }, { 1, 0.5, 0.1, 0.01 })
   local attention = kv.attention { cache = cache, heads = heads, max_seqs = 1,
     inv_freq = rotates and inv_freq or nil }
@@ -124,12 +147,13 @@ local function attend(dev, rotates, offload)
     local function rows(count, seed)
       return kv.randn(dev, "f32", { tokens, count, dim }, { seed = 10 * step + seed })
     end
-    local q, k, v = rows(heads, 1), rows(kv_heads, 2), rows(kv_heads, 3)
+    local q, k, v = rows(heads, 1), rows(kv_heads, 2)
+    if not value_dim then v = rows(kv_heads, 3) end
     batch:append({ seq }, { tokens })
     attention:begin(batch, step == 0)
     if not rotates then
-      kv.ops.rope(q, batch.positions, inv_freq)
-      kv.ops.rope(k, batch.positions, inv_freq)
+      kv.ops.rope(q, batch.positions, inv_freq, value_dim)
+      kv.ops.rope(k, batch.positions, inv_freq, value_dim)
     end
     outs[step + 1] = attention:forward(0, q, k, v):list()
   end
@@ -147,6 +171,11 @@ support.each_device(function(dev)
       for i, out in ipairs(attend(dev, true, options)) do
         support.close(out, want[i], 1e-5)
       end
+    end)
+
+    it("turns the numbers behind the values of latents", function()
+      local want = attend(dev, false, nil, 8)
+      for i, out in ipairs(attend(dev, true, nil, 8)) do support.equal(out, want[i]) end
     end)
   end)
 end)

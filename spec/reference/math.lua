@@ -262,7 +262,7 @@ function M.rmsnorm(x, weight, eps)
 end
 
 --- x [tokens, heads, dim]; the angle is rounded to f32, as the library's is.
-function M.rope(x, positions, inv_freq, heads, dim)
+function M.rope(x, positions, inv_freq, heads, dim, first)
   local out, pairs_ = {}, #inv_freq
   for i = 1, #x do out[i] = x[i] end
   for row = 0, #x / dim - 1 do
@@ -270,9 +270,10 @@ function M.rope(x, positions, inv_freq, heads, dim)
       local position = positions[math.floor(row / heads) + 1]
       local angle = M.round("f32", M.round("f32", position) * inv_freq[i])
       local s, c = math.sin(angle), math.cos(angle)
-      local low, high = x[row * dim + i], x[row * dim + pairs_ + i]
-      out[row * dim + i] = low * c - high * s
-      out[row * dim + pairs_ + i] = high * c + low * s
+      local at = row * dim + (first or 0) + i
+      local low, high = x[at], x[at + pairs_]
+      out[at] = low * c - high * s
+      out[at + pairs_] = high * c + low * s
     end
   end
   return out

@@ -13,15 +13,21 @@ struct append {
   const int64_t *places;  /* in `to`; if there is slot_of, in another memory */
   const int32_t *slot_of; /* [kv_heads, blocks] the block of `to` for each block there */
   int64_t tokens, blocks; /* blocks: of the memory that places belong to */
+  int64_t each;           /* 1; or slot_of has tokens, of which a block has so many */
   int32_t dtype;          /* of k and v */
 };
 
-/* The block of `to` that receives a token of this KV head; -1: none. */
-static inline int64_t append_block(const struct append *a, int64_t head, int64_t token) {
-  int64_t place = a->places[token], block = place / a->to.block_size;
-  if (place < 0 || block >= a->blocks) return -1;
-  if (a->slot_of) block = a->slot_of[head * a->blocks + block];
-  return block < a->to.blocks ? block : -1;
+/* The place in `to` that receives a token of this KV head; -1: none. */
+static inline int64_t append_place(const struct append *a, int64_t head, int64_t token) {
+  const int64_t size = a->to.block_size, place = a->places[token];
+  if (place < 0 || place >= a->blocks * size) return -1;
+  int64_t to = place;
+  if (a->slot_of) {
+    const int64_t part = size / a->each; /* tokens of a slot */
+    const int64_t slot = a->slot_of[head * a->blocks * a->each + place / part];
+    to = slot < 0 ? -1 : slot * part + place % part;
+  }
+  return to < a->to.blocks * size ? to : -1;
 }
 
 /* Divides instead of multiplying by 1 / scale, so that every device rounds alike. */
@@ -64,12 +70,13 @@ static inline KVL_HOT int append(const struct append *a, int64_t begin, int64_t 
     const float *scales = is_key ? to->k_scale : to->v_scale;
     const int64_t head = piece % to->kv_heads;
     for (int64_t t = 0; t < a->tokens; t++) {
-      int64_t block = append_block(a, head, t);
-      if (block < 0) continue;
-      char *strip = (char *)to->memory + kvl__strip_at(to, strips, block, head);
+      const int64_t place = append_place(a, head, t);
+      if (place < 0) continue;
+      char *strip = (char *)to->memory +
+                    kvl__strip_at(to, strips, place / to->block_size, head);
       const void *from = at_const(is_key ? a->k : a->v,
                                   (t * to->kv_heads + head) * strips->dim, a->dtype);
-      int status = append_row(from, strips, strip, a->places[t] % to->block_size,
+      int status = append_row(from, strips, strip, place % to->block_size,
                               scales ? scales[head] : 1, a->dtype, codec);
       if (status < 0) return status;
     }
@@ -89,7 +96,7 @@ static inline int append_run(const struct append *a, void *queue) {
   if (to->pinned) {
     int64_t rows = 0;
     for (int64_t head = 0; head < to->kv_heads; head++)
-      for (int64_t t = 0; t < a->tokens; t++) rows += append_block(a, head, t) >= 0;
+      for (int64_t t = 0; t < a->tokens; t++) rows += append_place(a, head, t) >= 0;
     kvl__link_bytes(queue, KVL_LINK_TO_HOST,
                     rows * kvl__bytes_token(&to->key) * (kvl__strips(to) / to->kv_heads));
   }

@@ -62,7 +62,9 @@ struct key_walk {
   const char *cache; /* K of this KV head in block 0 */
   const int32_t *table, *selection;
   const int32_t *listed; /* tokens, instead of blocks */
-  const int32_t *slots;  /* blocks, one per entry of selection or listed; NULL: as in table */
+  const int32_t
+      *slots; /* the block of each entry of the selection, or where each listed token
+                          * lies: block * block_size + offset; NULL: as in table */
   int64_t blocks, bytes_block, bytes_token, value;
   int64_t scales, bytes_scales; /* from a strip to its scales; of a token, or 0 */
   int64_t entry, entry_end;     /* index into the selection, or logical block */
@@ -98,9 +100,10 @@ static inline void walk_listed(struct key_walk *w, struct key_tile *tile) {
   for (; n < TILE_KEYS && w->entry < w->entry_end; w->entry++) {
     const int64_t index = w->listed[w->entry];
     if (index < w->start || index >= w->end) continue;
-    const int64_t block = w->slots ? w->slots[w->entry] : w->table[index / w->block_size];
-    if (block < 0 || block >= w->blocks) continue;
-    const int64_t token = index % w->block_size;
+    const int64_t size = w->block_size, slot = w->slots ? w->slots[w->entry] : 0;
+    const int64_t token = (w->slots ? slot : index) % size;
+    const int64_t block = w->slots ? slot / size : w->table[index / size];
+    if (slot < 0 || block < 0 || block >= w->blocks) continue;
     const char *strip = w->cache + block * w->bytes_block;
     tile->k[n] = strip + token * w->bytes_token;
     tile->scales[n] = strip + w->scales + token * w->bytes_scales;

@@ -1,9 +1,10 @@
 /* Applies rope to q in place, and appends v and the rotated k to the cache, in one pass over
  * the tokens.
  *   q          f32 f16 bf16         [tokens, heads, head_dim]      in place
- *   k, v       like q               [tokens, kv_heads, head_dim]   stay as they are
+ *   k, v       like q               [tokens, kv_heads, head_dim]   stay as they are; v is
+ *                                   none where values are the first numbers of their keys
  *   positions  i32                  [tokens]
- *   inv_freq   f32                  [pairs]    pairs <= head_dim / 2
+ *   inv_freq   f32                  [pairs]    first + 2 * pairs <= head_dim
  *   places     i64                  [tokens]   < 0 is skipped; no place comes twice
  *   cache      f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   k_scale, v_scale  f32           [kv_heads]   optional
@@ -14,11 +15,12 @@
 #include "cpu/attention/append.h"
 #include "cpu/linear/rope.h"
 
-enum { HEAD_DIM = 256 }; /* at most, so that the pairs fit one strip */
+enum { HEAD_DIM = 576 }; /* at most */
 
 static inline KVL_HOT void rotate_head(const struct kvl_rope_append_args *a, void *row,
                                        const float *s, const float *c, const int dtype) {
-  rotate(row, at(row, a->pairs, dtype), (int)a->pairs, s, c, dtype);
+  rotate(at(row, a->first, dtype), at(row, a->first + a->pairs, dtype), (int)a->pairs, s, c,
+         dtype);
 }
 
 static int write_row(const struct kvl_pages *to, const struct kvl_strips *of, char *strip,
@@ -41,7 +43,7 @@ static inline KVL_HOT int append_head(const struct kvl_rope_append_args *a, int6
   char *memory = to->memory;
   int status = write_row(to, key, memory + kvl__strip_at(to, key, block, head), offset, k,
                          to->k_scale ? to->k_scale[head] : 1, dtype);
-  if (status < 0) return status;
+  if (status < 0 || !a->v) return status;
   return write_row(to, value, memory + kvl__strip_at(to, value, block, head), offset,
                    at_const(a->v, row * value->dim, dtype),
                    to->v_scale ? to->v_scale[head] : 1, dtype);
@@ -75,11 +77,10 @@ static int rope_append_piece(const void *args, int64_t begin, int64_t end) {
 KVL_CPU_KERNEL(rope_append) {
   const struct kvl_rope_append_args *a = args;
   const struct kvl_pages *to = &a->cache;
-  int64_t token = a->heads + 2 * (int64_t)to->kv_heads, rows = 0; /* rows of a token */
+  int64_t token = a->heads + kvl__strips(to), rows = 0; /* rows of a token */
   for (int64_t t = 0; to->pinned && t < a->tokens; t++)
     rows += a->places[t] >= 0 && a->places[t] / to->block_size < to->blocks;
-  kvl__link_bytes(
-      queue, KVL_LINK_TO_HOST,
-      rows * to->kv_heads * (kvl__bytes_token(&to->key) + kvl__bytes_token(&to->value)));
+  kvl__link_bytes(queue, KVL_LINK_TO_HOST,
+                  rows * kvl__strips(to) * kvl__bytes_token(&to->key));
   return kvl__split(a->tokens, kvl__grain_rows(token * to->key.dim), rope_append_piece, a);
 }

@@ -1,5 +1,5 @@
-/* Rotate the pairs (i, i + pairs) of every head by positions[t] * inv_freq[i], in place:
- * the half-split form of Hugging Face; dims past 2 * pairs stay as they are.
+/* Rotates the pairs (first + i, first + pairs + i) of every head by positions[t] *
+ * inv_freq[i], in place: the half-split form of Hugging Face; other numbers stay as they are.
  *   x          f32 f16 bf16  [tokens, heads, head_dim]
  *   positions  i32           [tokens]
  *   inv_freq   f32           [pairs]
@@ -16,8 +16,8 @@ static inline KVL_HOT void tokens(const struct kvl_rope_args *a, int64_t begin, 
       int n = (int)i64_min(STRIP, a->pairs - i);
       sincos_strip((float)a->positions[t], a->inv_freq + i, n, s, c);
       for (int64_t h = 0; h < a->heads; h++) {
-        int64_t first = (t * a->heads + h) * a->head_dim + i;
-        rotate(at(a->x, first, dtype), at(a->x, first + a->pairs, dtype), n, s, c, dtype);
+        int64_t low = (t * a->heads + h) * a->head_dim + a->first + i;
+        rotate(at(a->x, low, dtype), at(a->x, low + a->pairs, dtype), n, s, c, dtype);
       }
     }
 }

@@ -3,7 +3,8 @@
  *   places   i64                  [tokens]   of the host tier; < 0 is skipped
  *   cache    f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   memory   like cache           [slots, 2, kv_heads, block_size, head_dim]
- *   slot_of  i32                  [kv_heads, blocks]
+ *   slot_of  i32                  [kv_heads, blocks], or tokens for blocks where a slot holds
+ *                                 one
  *   buffer   like cache   optional  [buffer_blocks, 2, kv_heads, block_size, head_dim]
  *   k_scale, v_scale  f32         [kv_heads]   optional
  * Limit: read plus write bandwidth, and the link to the host tier. */
@@ -28,6 +29,7 @@ KVL_CPU_KERNEL(hot_append) {
     status = append_run(&open, queue);
   }
   row.to = a->hot.memory;
+  row.each = a->hot.each;
   row.slot_of = a->hot.slot_of;
   return status < 0 ? status : append_run(&row, queue);
 }

@@ -1,6 +1,7 @@
 /* Gives every selected block of the host tier a slot on the device and evicts others.
  *   selection        i32  [seqs, kv_heads or 1, n]   logical, -1 padded
  *   tables           i32  [seqs, max_blocks]
+ *   each             1, or the tokens of a block of the tables; then read token for block
  *   slot_of          i32  [kv_heads, blocks]    changed; -1: the block has no slot
  *   block_of, order  i32  [kv_heads, slots]     changed; order: least recently used first
  *   priority         f32  [kv_heads, blocks]    optional
@@ -78,17 +79,18 @@ static void find(struct lane *l) {
   for (int64_t e = 0; e < a->seqs * a->n; e++) {
     int64_t seq = e / a->n, i = e % a->n, logical = entry_logical(l, seq, i);
     int32_t *slot = a->slots + entry_row(l, seq) + i;
-    int32_t block = logical < 0 || logical >= a->max_blocks
+    const int64_t each = a->hot.each, at = logical / each; /* each: 1, or a block's tokens */
+    int64_t block = logical < 0 || at >= a->max_blocks
                         ? -1
-                        : a->tables[seq * a->max_blocks + logical];
+                        : a->tables[seq * a->max_blocks + at] * each + logical % each;
     *slot = -1;
     if (block < 0 || block >= l->blocks || l->slot_of[block] >= l->slots) continue;
     if (l->slot_of[block] == -1) {
-      l->miss_from[l->misses] = block;
+      l->miss_from[l->misses] = (int32_t)block;
       l->slot_of[block] = mark((int32_t)l->misses++);
     } else if (l->slot_of[block] >= 0) {
-      if (l->uses || l->age) count_use(l, block);
-      l->block_of[l->slot_of[block]] = mark(block);
+      if (l->uses || l->age) count_use(l, (int32_t)block);
+      l->block_of[l->slot_of[block]] = mark((int32_t)block);
       take_foreseen(l, l->slot_of[block]);
       l->hits++;
     }
@@ -209,7 +211,7 @@ static void lane_run(struct lane *l) {
 static int lanes_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_hot_resolve_args *a = args;
   const struct kvl_hot_view *hot = &a->hot;
-  const int64_t slots = hot->memory.blocks, room = a->seqs * a->n;
+  const int64_t slots = hot->slots, room = a->seqs * a->n;
   for (int64_t head = begin; head < end; head++) {
     struct lane l = {.args = a,
                      .head = head,
@@ -236,6 +238,6 @@ static int lanes_piece(const void *args, int64_t begin, int64_t end) {
 KVL_CPU_KERNEL(hot_resolve) {
   const struct kvl_hot_resolve_args *a = args;
   if (a->seqs * a->n == 0) return 0;
-  return kvl__split(a->hot.memory.kv_heads, kvl__grain_rows(8 * a->hot.memory.blocks),
-                    lanes_piece, a);
+  return kvl__split(a->hot.memory.kv_heads, kvl__grain_rows(8 * a->hot.slots), lanes_piece,
+                    a);
 }

@@ -3,6 +3,8 @@
  *   src, dst  f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]   one dtype
  *   from, to  i32                  [seqs, lanes, n]   lanes: 1 for whole blocks, or
  *                                  kv_heads, and lane g is head g
+ *   rows      1, or the tokens of a block. Then tokens move instead of blocks: number block *
+ *             rows + offset of either side
  *   moved     i64                  [1]   the bytes copied are added to it; optional
  * An entry that is out of range (-1) on either side is skipped. Limit: read plus write
  * bandwidth. */
@@ -12,25 +14,31 @@
 
 /* Bytes that one entry moves, in one run or two. */
 static int64_t entry_bytes(const struct kvl_move_blocks_args *a) {
-  return kvl__run(&a->src, a->lanes, 0, 0).bytes + kvl__run(&a->src, a->lanes, 0, 1).bytes;
+  return (kvl__run(&a->src, a->lanes, 0, 0).bytes + kvl__run(&a->src, a->lanes, 0, 1).bytes) /
+         a->rows;
 }
 
 static int moves(const struct kvl_move_blocks_args *a, int64_t entry) {
   int64_t from = a->from[entry], to = a->to[entry];
-  return from >= 0 && from < a->src.blocks && to >= 0 && to < a->dst.blocks;
+  return from >= 0 && from < a->src.blocks * a->rows && to >= 0 &&
+         to < a->dst.blocks * a->rows;
+}
+
+/* Where a run of block `i` begins, or its row of token `i`. */
+static int64_t run_at(const struct kvl_move_blocks_args *a, struct kvl_run run, int64_t i) {
+  return i / a->rows * a->src.bytes_page + run.begin + i % a->rows * (run.bytes / a->rows);
 }
 
 /* Items are (entry, run). */
 static int move_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_move_blocks_args *a = args;
-  const int64_t page = a->src.bytes_page;
   for (int64_t item = begin; item < end; item++) {
     int64_t entry = item / 2;
     if (!moves(a, entry)) continue;
-    struct kvl_run run = kvl__run(&a->src, a->lanes, entry / a->n % a->lanes, item % 2);
-    memcpy((char *)a->dst.memory + a->to[entry] * page + run.begin,
-           (const char *)a->src.memory + a->from[entry] * page + run.begin,
-           (size_t)run.bytes);
+    const struct kvl_run run = kvl__run(&a->src, a->lanes, entry / a->n % a->lanes, item % 2);
+    memcpy((char *)a->dst.memory + run_at(a, run, a->to[entry]),
+           (const char *)a->src.memory + run_at(a, run, a->from[entry]),
+           (size_t)(run.bytes / a->rows));
   }
   return 0;
 }

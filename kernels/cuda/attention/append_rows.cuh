@@ -149,9 +149,12 @@ __global__ void __launch_bounds__(APPEND_THREADS)
     const auto v = kept<To>(v_raw, a.cache.v_scale, head);
     if (!inside) continue;
     if constexpr (same<Args, kvl_hot_append_args>) {
-      const bool is_block = to.block >= 0 && to.block < a.hot.blocks;
-      const int64_t hot = is_block ? a.hot.slot_of[head * a.hot.blocks + to.block] : -1;
-      write_row<To, N>(a.hot.memory, hot, to.offset, head, dim, k, v);
+      const int part = size / (int)a.hot.each; /* tokens of a slot */
+      const token_place in(place, part);
+      const bool is_block = in.block >= 0 && in.block < a.hot.blocks;
+      const int64_t hot = is_block ? a.hot.slot_of[head * a.hot.blocks + in.block] : -1;
+      const token_place at(hot < 0 ? -1 : hot * part + in.offset, size);
+      write_row<To, N>(a.hot.memory, at.block, at.offset, head, dim, k, v);
       if (a.buffer.memory) {
         const token_place open(a.buffer_places[token], size);
         write_row<To, N>(a.buffer, open.block, open.offset, head, dim, k, v);

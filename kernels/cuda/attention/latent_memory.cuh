@@ -196,27 +196,30 @@ struct latent_keys {
     if (index < begin || index >= end) return -1;
     return index < tree || tree_shows(a, token, length, index) ? index : -1;
   }
-  /* Its block, unchecked, without waiting for it. */
-  __device__ __forceinline__ int block_of(int key, int index) const {
+  /* What says where it lies, unchecked, without waiting for it: its block or, of a listed token
+   * with a slot, block * block_size + offset. */
+  __device__ __forceinline__ int said_of(int key, int index) const {
     if (index < 0) return -1;
     return slots ? slots[entry_of(key)] : table[plan.by_block.quotient(index)];
   }
-  __device__ __forceinline__ bool is_block(int block) const {
-    return block >= 0 && block < a.cache.blocks;
-  }
-  __device__ __forceinline__ int token_of(int index) const {
-    return index - (int)plan.by_block.quotient(index) * a.cache.block_size;
+  /* Its block, -1 if that does not exist, and its offset there. */
+  __device__ __forceinline__ void locate(int index, int said, int *block, int *token) const {
+    const bool is_place = slots && a.listed;
+    const int at = max(is_place ? said : index, 0), in = (int)plan.by_block.quotient(at);
+    *token = at - in * a.cache.block_size;
+    *block = is_place && said >= 0 ? in : said;
+    if (index < 0 || *block < 0 || *block >= a.cache.blocks) *block = -1;
   }
 };
 
-/* A lane's keys, each `step` after the one before: the present one's index and block, and what is
- * known of the next two. */
+/* A lane's keys, each `step` after the one before: the present one's index, block and offset in
+ * it, and what is known of the next two. */
 struct latent_look_up {
   latent_keys keys;
   int key, step;
-  int index, block;     /* of this key; index NO_KEYS: there is none */
-  int next, next_block; /* the same of the next, unchecked */
-  int said;             /* by the entry of the one after it */
+  int index, block, token; /* of this key; index NO_KEYS: there is none */
+  int next, next_said;     /* of the next: its index, and what says where it lies */
+  int said;                /* by the entry of the one after it */
 
   __device__ latent_look_up(const kvl_paged_attention_args &a, const wgmma_plan &plan)
       : keys(a, plan) {}
@@ -225,22 +228,21 @@ struct latent_look_up {
     key = w.first_key + first - step_, step = step_;
     const int now = keys.ask(key + step), then = keys.ask(key + 2 * step);
     next = keys.index_of(key + step, now);
-    next_block = keys.block_of(key + step, next);
+    next_said = keys.said_of(key + step, next);
     said = then;
     go_on();
     ask();
   }
   /* Waits for the next key. */
   __device__ __forceinline__ void go_on() {
-    const bool there = next >= 0 && keys.is_block(next_block);
-    index = there ? next : NO_KEYS;
-    block = there ? next_block : -1;
+    keys.locate(next, next_said, &block, &token);
+    index = block >= 0 ? next : NO_KEYS;
     key += step;
   }
   /* Asks for what follows. */
   __device__ __forceinline__ void ask() {
     next = keys.index_of(key + step, said);
-    next_block = keys.block_of(key + step, next);
+    next_said = keys.said_of(key + step, next);
     said = keys.ask(key + 2 * step);
   }
 };
@@ -272,7 +274,7 @@ __device__ void bring_latents(const kvl_paged_attention_args &a, const wgmma_pla
       const int index = at.index;
       const int64_t row = at.block < 0 ? -1
                                        : kvl__row_at(&a.cache, &a.cache.key, at.block,
-                                                     w.kv_head, at.keys.token_of(index));
+                                                     w.kv_head, at.token);
       stage.next(tile);
       const int s = stage.now;
 #pragma unroll
@@ -331,7 +333,7 @@ __device__ void bring_boxes(const kvl_paged_attention_args &a, const CUtensorMap
       const int index = at.index;
       const bool there = index != NO_KEYS, filled = there && index + 8 <= w.length;
       const int row = there ? at.block * strips + w.kv_head : outside;
-      const int from = there ? at.keys.token_of(index) / 8 : 0;
+      const int from = there ? at.token / 8 : 0;
       const bool copied = __shfl_sync(ALL_LANES, there, leader);
       const uint32_t clear = __ballot_sync(ALL_LANES, lane < GROUPS && copied && !filled);
       const int2 span = {__reduce_min_sync(ALL_LANES, index),

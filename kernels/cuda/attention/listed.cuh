@@ -65,26 +65,33 @@ template <class By = divisor> struct listed_keys {
    * sees no such token. */
   __device__ int entry_of(int key) const { return key < keys ? list[key] : -1; }
   __device__ int token_of(int entry) const { return sight.sees(a, entry) ? entry : -1; }
-  /* Its block, unchecked, without waiting for the value that the table has. */
-  __device__ int block_of(int key, int index) const {
+  /* What the table says of it, which is its block, or what its slot says, which is where it lies:
+   * block * block_size + offset. Unchecked, without waiting for the value. */
+  __device__ int said_of(int key, int index) const {
     return index < 0 ? -1 : slots ? slots[key] : table[block.quotient(index)];
+  }
+  /* Its block, -1 if that does not exist, and its offset there. */
+  __device__ void locate(int index, int said, int *physical, int *token) const {
+    const int at = slots ? said : index, in = (int)block.quotient((uint32_t)max(at, 0));
+    *token = at - in * (int)block.by;
+    *physical = slots && said >= 0 ? in : said;
+    if (*physical < 0 || *physical >= a.cache.blocks) *physical = -1;
   }
   /* The number of its row among all rows of the cache, where no numbers are packed. There must
    * be a block. */
-  __device__ uint32_t row_number(int index, int physical) const {
-    const uint32_t rows = block.by; /* of a strip */
-    const uint32_t token = index - block.quotient(index) * rows;
-    return (physical * (uint32_t)kvl__strips(&a.cache) + kv_head) * rows + token;
+  __device__ uint32_t row_number(int physical, int token) const {
+    return (physical * (uint32_t)kvl__strips(&a.cache) + kv_head) * block.by + token;
   }
   /* Its row. */
-  __device__ paged_row row_of(int index, int physical) const {
-    if (physical < 0 || physical >= a.cache.blocks) return {0, -1, 0};
-    const int token = index - (int)(block.quotient(index) * block.by);
+  __device__ paged_row row_of(int index, int said) const {
+    int physical, token;
+    locate(index, said, &physical, &token);
+    if (physical < 0) return {0, -1, 0};
     return {kvl__row_at(&a.cache, &a.cache.key, physical, kv_head, token), index, token};
   }
   __device__ paged_row find(int key) const {
     const int index = token_of(entry_of(key));
-    return row_of(index, block_of(key, index));
+    return row_of(index, said_of(key, index));
   }
 };
 

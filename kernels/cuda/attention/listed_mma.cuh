@@ -160,10 +160,10 @@ template <class shape> struct listed_look_up {
   static constexpr int TURNS = shape::APART ? 2 : 1, STRIDE = shape::APART ? 2 : shape::WARPS;
   const listed_keys<> &keys;
   listed_tiles<shape> &tiles;
-  const int end;                        /* the tile after the last */
-  const bool indices;                   /* are wanted */
-  int token[TURNS][N], block[TURNS][N]; /* of the next tile of either turn */
-  int entry[TURNS][N];                  /* of the one after it */
+  const int end;                       /* the tile after the last */
+  const bool indices;                  /* are wanted */
+  int token[TURNS][N], said[TURNS][N]; /* of the next tile of either turn */
+  int entry[TURNS][N];                 /* of the one after it */
 
   __device__ __forceinline__ listed_look_up(const listed_keys<> &keys_,
                                             listed_tiles<shape> &tiles_, int end_,
@@ -191,7 +191,7 @@ template <class shape> struct listed_look_up {
 #pragma unroll
     for (int n = 0; n < N; n++) {
       token[turn][n] = keys.token_of(of[n]);
-      block[turn][n] = keys.block_of(t * shape::KEYS + key_of(n), token[turn][n]);
+      said[turn][n] = keys.said_of(t * shape::KEYS + key_of(n), token[turn][n]);
     }
   }
   /* Waits for the blocks of tile `t`. */
@@ -199,11 +199,13 @@ template <class shape> struct listed_look_up {
     const int slot = tiles.slot(t);
 #pragma unroll
     for (int n = 0; n < N; n++) {
-      const int key = key_of(n), physical = block[turn][n], index = token[turn][n];
-      const bool is = physical >= 0 && physical < keys.a.cache.blocks;
+      const int key = key_of(n), index = token[turn][n];
+      int physical, offset;
+      keys.locate(index, said[turn][n], &physical, &offset);
+      const bool is = physical >= 0;
       const unsigned seen = __ballot_sync(ALL_LANES, is);
-      tiles.rows[slot][key % shape::SIDE][key / shape::SIDE] = keys.row_number(max(index, 0),
-                                                                               physical);
+      tiles.rows[slot][key % shape::SIDE][key / shape::SIDE] = keys.row_number(physical,
+                                                                               offset);
       if (indices) tiles.index[slot][key] = is ? index : -1;
       if (threadIdx.x % WARP == 0) tiles.seen[slot][n] = seen;
     }

@@ -2,14 +2,15 @@
  * does what two of rope and one of append_kv do, with the same bits.
  *
  *   q          f32 f16 bf16         [tokens, heads, head_dim]      in place
- *   k, v       like q               [tokens, kv_heads, head_dim]   not changed
+ *   k, v       like q               [tokens, kv_heads, head_dim]   not changed; v is none
+ *                                   where values are the first numbers of their keys
  *   positions  i32                  [tokens]
- *   inv_freq   f32                  [pairs]    pairs <= head_dim / 2; other dims stay
+ *   inv_freq   f32                  [pairs]    first + 2 * pairs <= head_dim
  *   places     i64                  [tokens]   block * block_size + offset; < 0 is skipped
  *   cache      f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   k_scale, v_scale  f32           [kv_heads] of an f8e4m3 cache; optional
  * q, k and v are f32 or of the cache's dtype; for f8e4m3 any float dtype. 16-byte aligned;
- * head_dim a multiple of 8 up to 256. k is rounded to its own dtype before it is converted to
+ * head_dim a multiple of 8 up to 256, of shared pages up to 576. k is rounded to its own dtype before it is converted to
  * the cache's.
  *
  * Bytes   tokens * head_dim * (2 heads * element + 2 kv_heads * (element + element of
@@ -44,7 +45,11 @@ __global__ void __launch_bounds__(ROPE_THREADS)
   __shared__ rope_angles angles;
   const int pairs = (int)a.pairs, head_dim = a.cache.key.dim, kv_heads = a.cache.kv_heads;
   const int heads = (int)a.heads, lanes = lanes_of<N>(pairs), step = ROPE_THREADS / lanes;
-  const int lane = (int)threadIdx.x % lanes, low = lane * N, high = low + pairs;
+  const int lane = (int)threadIdx.x % lanes, pair = lane * N;
+  const int low = (int)a.first + pair, high = low + pairs, rest = head_dim - 2 * pairs;
+  auto number = [&](int d) {
+    return d < a.first ? d : d + 2 * pairs;
+  }; /* that does not turn */
   const int64_t token = blockIdx.x;
   let_next_start();
   const bool early = a.tokens <= EARLY_TOKENS;
@@ -63,7 +68,7 @@ __global__ void __launch_bounds__(ROPE_THREADS)
     next_y = load_pack<N>(at(row) + high);
   };
   int row = (int)blockIdx.y * rows_block + (int)threadIdx.x / lanes;
-  int end = min((int)(blockIdx.y + 1) * rows_block, heads + 2 * kv_heads);
+  int end = min((int)(blockIdx.y + 1) * rows_block, heads + kvl__strips(&a.cache));
   if ((int)threadIdx.x >= step * lanes) end = 0; /* these threads make no whole head */
   if (row < end && pairs) load(row);
   angles.make((float)read_early(a.positions + token), a.inv_freq, pairs, !early);
@@ -76,7 +81,7 @@ __global__ void __launch_bounds__(ROPE_THREADS)
       float u[N], v[N];
 #pragma unroll
       for (int e = 0; e < N; e++) u[e] = to_float(x.at[e]), v[e] = to_float(y.at[e]);
-      angles.turn(u, v, low);
+      angles.turn(u, v, pair);
 #pragma unroll
       for (int e = 0; e < N; e++) {
         x.at[e] = from_float<From>(u[e]);
@@ -96,14 +101,23 @@ __global__ void __launch_bounds__(ROPE_THREADS)
       store_pack<N>(cell + low, convert_pack<To>(x, scale));
       store_pack<N>(cell + high, convert_pack<To>(y, scale));
     }
-    for (int d = 2 * pairs + low; d < head_dim; d += lanes * N)
-      store_pack<N>(cell + d, convert_pack<To>(load_pack<N>(at(row) + d), scale));
+    for (int d = pair; a.v && d < rest; d += lanes * N)
+      store_pack<N>(cell + number(d),
+                    convert_pack<To>(load_pack<N>(at(row) + number(d)), scale));
+  }
+  /* Most numbers of shared rows do not turn, so all threads take their share of these. */
+  for (int i = (int)threadIdx.x * N; !a.v && blockIdx.y == 0 && i < kv_heads * rest;
+       i += ROPE_THREADS * N) {
+    const int head = i / rest, d = number(i % rest);
+    To *cell = row_in<To>(a.cache, a.cache.key, to.block, head, to.offset);
+    if (cell)
+      store_pack<N>(cell + d, convert_pack<To>(load_pack<N>(at(heads + head) + d), 1.f));
   }
 }
 
 template <int N, class From, class To>
 void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
-  const int rows = (int)a.heads + 2 * a.cache.kv_heads;
+  const int rows = (int)a.heads + kvl__strips(&a.cache);
   const int step = ROPE_THREADS / lanes_of<N>((int)a.pairs); /* few tokens: a block each */
   const int each = a.tokens < 4 * q->sm_count && rows <= 65535 * step ? step : rows;
   const dim3 grid((unsigned)a.tokens, (unsigned)((rows + each - 1) / each));
@@ -165,7 +179,8 @@ void start_packed(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
 template <class From, class To>
 void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
   if constexpr (packs<To>) start_packed<From, To>(a, q);
-  else if (a.pairs % WIDE<From> == 0) start<WIDE<From>, From, To>(a, q);
+  else if (a.pairs % WIDE<From> == 0 && a.first % WIDE<From> == 0)
+    start<WIDE<From>, From, To>(a, q);
   else start<1, From, To>(a, q);
 }
 

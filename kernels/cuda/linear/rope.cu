@@ -1,5 +1,5 @@
-/* Rotates the pairs (i, i + pairs) of each head by positions[t] * inv_freq[i], in place; dims
- * from 2 * pairs on stay as they are.
+/* Rotates the pairs (first + i, first + pairs + i) of each head by positions[t] * inv_freq[i],
+ * in place; other numbers stay as they are.
  *   x          f32 f16 bf16  [tokens, heads, head_dim]
  *   positions  i32           [tokens]
  *   inv_freq   f32           [pairs]
@@ -22,9 +22,9 @@ namespace {
 template <int N, class T>
 __global__ void __launch_bounds__(ROPE_THREADS)
     rope_kernel(T *x, const int32_t *positions, const float *inv_freq, int heads,
-                int head_dim, int pairs, int items_block) {
+                int head_dim, int pairs, int before, int items_block) {
   __shared__ rope_angles angles;
-  T *token = x + (int64_t)blockIdx.x * heads * head_dim;
+  T *token = x + (int64_t)blockIdx.x * heads * head_dim + before;
   const float position = (float)positions[blockIdx.x];
   for (int begin = 0; begin < pairs; begin += ROPE_PAIRS) {
     const int n = min(pairs - begin, (int)ROPE_PAIRS), packs = n / N;
@@ -63,7 +63,7 @@ template <int N, class T> int start(const kvl_rope_args *g, const kvl_cuda_queue
   const dim3 grid((unsigned)g->tokens, (unsigned)((items + each - 1) / each));
   rope_kernel<N, T><<<grid, ROPE_THREADS, 0, q->stream>>>(
       (T *)g->x, g->positions, g->inv_freq, (int)g->heads, (int)g->head_dim, (int)g->pairs,
-      (int)each);
+      (int)g->first, (int)each);
   return kvl__cuda_launched();
 }
 
@@ -77,7 +77,7 @@ KVL_CUDA_KERNEL(rope) {
   if (g->tokens == 0 || g->heads == 0 || g->pairs == 0) return KVL_OK;
   KVL_CUDA_BY_FLOAT(g->dtype, T, {
     constexpr int n = WIDE<T>;
-    if (aligned16(g->x) && g->pairs % n == 0 && g->head_dim % n == 0)
+    if (aligned16(g->x) && g->pairs % n == 0 && g->head_dim % n == 0 && g->first % n == 0)
       return start<n, T>(g, q);
     return start<1, T>(g, q);
   })

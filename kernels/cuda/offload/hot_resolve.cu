@@ -2,6 +2,7 @@
  *
  *   selection        i32  [seqs, kv_heads or 1, n]   logical, -1 padded
  *   tables           i32  [seqs, max_blocks]
+ *   each             1, or the tokens of a block of the tables; then read token for block
  *   slot_of          i32  [kv_heads, blocks]    updated; -1: the block has no slot
  *   block_of, order  i32  [kv_heads, slots]     updated; order: least recently used first
  *   priority         f32  [kv_heads, blocks]    optional

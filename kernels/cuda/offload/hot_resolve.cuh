@@ -46,13 +46,13 @@ struct head {
 /* How many 32-bit words hold bits 0 ... `bits`: rank(entries) needs the last of them. */
 __host__ __device__ inline int64_t words_of(int64_t bits) { return bits / 32 + 1; }
 inline size_t temporary_bytes(const kvl_hot_resolve_args &a) {
-  int64_t entries = a.seqs * a.n, slots = a.hot.memory.blocks;
+  int64_t entries = a.seqs * a.n, slots = a.hot.slots;
   return 4 * (size_t)(entries + 2 * slots + words_of(slots) + 2 * SETS * words_of(entries));
 }
 
 __device__ __forceinline__ head head_of(const kvl_hot_resolve_args &a, char *temporary) {
   head h;
-  const int64_t g = blockIdx.x, slots = a.hot.memory.blocks, entries = a.seqs * a.n;
+  const int64_t g = blockIdx.x, slots = a.hot.slots, entries = a.seqs * a.n;
   h.slot_of = a.hot.slot_of + g * a.hot.blocks;
   h.block_of = a.hot.block_of + g * slots;
   h.order = a.hot.order + g * slots;
@@ -92,6 +92,7 @@ __device__ __forceinline__ void look_up(const kvl_hot_resolve_args &a, const hea
   const int32_t *selection = a.selection +
                              (a.selection_heads > 1 ? (int64_t)h.kv_head * h.n : 0);
   const int64_t stride = a.selection_heads * h.n;
+  const int each = (int)a.hot.each; /* 1, or the tokens of a block of the tables */
   for (int first = 0; first < h.entries; first += EACH * HALF) {
     int32_t block[EACH], slot[EACH];
 #pragma unroll
@@ -102,8 +103,11 @@ __device__ __forceinline__ void look_up(const kvl_hot_resolve_args &a, const hea
 #pragma unroll
     for (int u = 0; u < EACH; u++) {
       int seq = (first + u * HALF + rank) / h.n;
-      bool valid = block[u] >= 0 && block[u] < a.max_blocks;
-      block[u] = valid ? a.tables[seq * a.max_blocks + block[u]] : -1;
+      const int at = each == 1 ? block[u] : block[u] / each, offset = block[u] - at * each;
+      const bool valid = block[u] >= 0 && at < a.max_blocks;
+      const int64_t found = valid ? (int64_t)a.tables[seq * a.max_blocks + at] * each + offset
+                                  : -1;
+      block[u] = found < h.blocks ? (int32_t)found : -1;
     }
 #pragma unroll
     for (int u = 0; u < EACH; u++)

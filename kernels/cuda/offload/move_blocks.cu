@@ -4,6 +4,8 @@
  *   src, dst  f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   from, to  i32  [seqs, lanes, n]   lanes 1: whole blocks; lanes kv_heads: one head each
  *   moved     i64  [1]                increased by the bytes copied; optional
+ *   rows      1, or the tokens of a block. Then tokens move instead of blocks: number block *
+ *             rows + offset of either side
  * 16-byte aligned. An entry that is -1 or out of range on either side is skipped. No block
  * may be written twice.
  * Exact.
@@ -37,8 +39,9 @@ constexpr int64_t ENTRIES_MOST = INT32_MAX / PARTS_MOST; /* 32 bits number piece
  * apart; each run is cut into `parts_run` parts of `part` words. There are entries * parts
  * pieces; the lists have seqs * lanes rows. */
 struct layout {
-  int64_t block, half;
+  int64_t block, half, lane; /* lane: from the run of one to that of the next */
   uint32_t run, part, pieces;
+  divisor rows_block;                    /* how many entries a block has: its tokens, or 1 */
   divisor parts_run, parts, lanes, rows; /* skipping padding is mostly these divisions */
 };
 
@@ -59,14 +62,18 @@ __device__ __forceinline__ int64_t entry_of(const layout &l, int64_t n, uint32_t
 __device__ __forceinline__ piece find_piece(const kvl_move_blocks_args &a, const layout &l,
                                             uint32_t p) {
   const int64_t place = entry_of(l, a.n, p), from = a.from[place], to = a.to[place];
-  if (to < 0 || to >= a.dst.blocks) return {nullptr, nullptr, 0};
+  if (to < 0 || to >= a.dst.blocks * a.rows) return {nullptr, nullptr, 0};
   const uint32_t entry = l.parts.quotient(p), part = p - entry * l.parts.by;
   const uint32_t lane = entry - l.lanes.quotient(entry) * l.lanes.by; /* lanes divides rows */
   const uint32_t run = l.parts_run.quotient(part);
   const uint32_t in_run = (part - run * l.parts_run.by) * l.part;
-  const int64_t at = run * l.half + (int64_t)lane * l.run + in_run;
-  return {(const uint4 *)a.src.memory + from * l.block + at,
-          (uint4 *)a.dst.memory + to * l.block + at, (int)min(l.part, l.run - in_run)};
+  const int64_t at = run * l.half + lane * l.lane + in_run;
+  auto entry_at = [&](int64_t i) {
+    const int64_t block = l.rows_block.quotient((uint32_t)i);
+    return block * l.block + (i - block * l.rows_block.by) * l.run;
+  };
+  return {(const uint4 *)a.src.memory + entry_at(from) + at,
+          (uint4 *)a.dst.memory + entry_at(to) + at, (int)min(l.part, l.run - in_run)};
 }
 
 /* Loads past L1 what is read only once. Volatile keeps the loads of a piece together. */
@@ -102,6 +109,7 @@ __global__ void __launch_bounds__(MOVE_THREADS)
   /* Neighbouring pieces go to different thread blocks. */
   const uint32_t warp = threadIdx.x / WARP * gridDim.x + blockIdx.x;
   const uint32_t warps = gridDim.x * WARPS;
+  const int64_t sources = a.src.blocks * a.rows;
   uint32_t words = 0; /* of this lane's pieces */
   /* The next kernel may not start early: over the link a copy takes long, and blocks that wait
    * would hold the room of other streams' kernels. */
@@ -112,7 +120,7 @@ __global__ void __launch_bounds__(MOVE_THREADS)
     for (int w = 0; w < AHEAD; w++) {
       uint32_t p = first + (w * WARP + lane) * warps;
       int64_t from = p < l.pieces ? a.from[entry_of(l, a.n, p)] : -1;
-      valid |= (unsigned)(from >= 0 && from < a.src.blocks) << w;
+      valid |= (unsigned)(from >= 0 && from < sources) << w;
     }
 #pragma unroll 1
     for (unsigned any = __reduce_or_sync(ALL_LANES, valid); any; any &= any - 1) {
@@ -136,12 +144,15 @@ __global__ void __launch_bounds__(MOVE_THREADS)
 layout layout_of(const kvl_move_blocks_args &a) {
   const kvl_pages &c = a.src;
   layout l = {};
-  const bool whole = a.lanes == 1, has_values = c.value.begin > 0;
+  const bool whole = a.lanes == 1 && a.rows == 1, has_values = c.value.begin > 0;
   l.half = c.value.begin / 16;
   l.block = c.bytes_page / 16;
-  const int64_t run = whole ? l.block : c.key.bytes / 16, runs = whole || !has_values ? 1 : 2;
+  const int64_t run = whole ? l.block : c.key.bytes / 16 / a.rows,
+                runs = whole || !has_values ? 1 : 2;
   int64_t most = PARTS_MOST / runs, pieces_run = (run + PIECE - 1) / PIECE;
   l.run = (uint32_t)run;
+  l.lane = whole ? 0 : c.key.bytes / 16;
+  l.rows_block = divisor((uint32_t)a.rows);
   l.part = (uint32_t)((pieces_run + most - 1) / most * PIECE);
   l.parts_run = divisor((l.run + l.part - 1) / l.part);
   l.parts = divisor(runs * l.parts_run.by);

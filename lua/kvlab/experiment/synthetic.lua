@@ -32,6 +32,9 @@ local FILL_TOKENS = 65536 -- are filled in at once
 M.SHAPES = {
   ["llama-8b"] = { layers = 32, heads = 32, kv_heads = 8, head_dim = 128 },
   small = { layers = 4, heads = 8, kv_heads = 2, head_dim = 64 },
+  -- DeepSeek-V3: absorbed queries over latents, whose first 512 numbers are the value
+  ["deepseek-v3"] = { layers = 61, heads = 128, kv_heads = 1, head_dim = 576,
+                      value_dim = 512 },
 }
 
 ---@class kvlab.Synthetic
@@ -82,7 +85,7 @@ local function new(o)
   self.chunk = tokens
   self.cache = new_cache { device = dev, format = o.format or o.dtype,
     layers = self.layers, blocks = blocks, block_size = size, kv_heads = shape.kv_heads,
-    head_dim = shape.head_dim, offload = offload }
+    head_dim = shape.head_dim, value_dim = shape.value_dim, offload = offload }
   self.attention = attention_of { cache = self.cache, heads = shape.heads,
     max_seqs = self.max_seqs, max_blocks = o.max_blocks,
     prefill_policy = o.prefill_policy, decode_policy = o.decode_policy,
@@ -95,7 +98,8 @@ local function new(o)
       { seed = seeds.derive(self.seed, what) })
   end
   self.q, self.k = random(shape.heads, QUERIES), random(shape.kv_heads, KEYS)
-  self.out = tensor.tensor(dev, dtype, { tokens, shape.heads, shape.head_dim })
+  self.out = tensor.tensor(dev, dtype,
+    { tokens, shape.heads, shape.value_dim or shape.head_dim })
   self.rows = {}
   return self
 end
@@ -152,7 +156,8 @@ end
 --- Runs one layer of the step that self.batch describes.
 function Synthetic:layer_of_step(layer)
   local rows = rows_of(self, self.batch.tokens_count)
-  self.attention:forward(layer, rows[1], rows[2], rows[2], rows[3])
+  self.attention:forward(layer, rows[1], rows[2],
+    not self.shape.value_dim and rows[2] or nil, rows[3])
 end
 
 --- Runs all layers of the step that self.batch describes.

@@ -67,13 +67,6 @@ local function check_tables(o)
   end
 end
 
---- Raises for what a cache of latents does not have.
-local function check_latents(o)
-  if o.offload then
-    error("cache: value_dim does not go with KV in host memory (offload)", 3)
-  end
-end
-
 --- Opens KV memory for `blocks` blocks in each of `layers` layers.
 ---@param o table  layers, blocks, block_size, kv_heads, head_dim; value_dim: a value is
 --                 the first value_dim numbers of its key, as that of a latent is, and
@@ -91,7 +84,6 @@ end
 function M.cache(o)
   o = options.check("cache", o, OPTIONS)
   local device, tables = device_of(o.device), o.tables or "one"
-  if o.value_dim then check_latents(o) end
   if tables ~= "one" then check_tables(o) end
   local self = setmetatable({
     device = device, tables = tables,

@@ -90,7 +90,8 @@ function Format:append(layer, k, v, places, memory)
   check(C.kvl_append_kv(k, v, places, memory, self:of(layer)))
 end
 
---- The same with rotation: q is rotated in place, and k on its way into the pages.
+--- The same with rotation: q is rotated in place, and k on its way into the pages. Where
+-- values are the first numbers of their keys, the numbers behind the values turn.
 function Format:rope_append(layer, q, k, v, positions, inv_freq, places, memory)
   check(C.kvl_rope_append(q, k, v, positions, inv_freq, places, memory,
     self:of(layer)))
@@ -133,7 +134,8 @@ local a_tensor = kinds.tensor
 arguments.methods(Format, "a format", {
   append = { layer = options.whole, k = a_tensor, v = options.optional(a_tensor),
              places = a_tensor, memory = a_tensor },
-  rope_append = { layer = options.whole, q = a_tensor, k = a_tensor, v = a_tensor,
+  rope_append = { layer = options.whole, q = a_tensor, k = a_tensor,
+                  v = options.optional(a_tensor),
                   positions = a_tensor, inv_freq = a_tensor, places = a_tensor,
                   memory = a_tensor },
   copy = { from = a_tensor, to = a_tensor, memory = a_tensor },

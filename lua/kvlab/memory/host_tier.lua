@@ -61,16 +61,16 @@ HostTier.ARRAYS = {
 M.OFFLOAD = options.nested {
   slots = options.within(1, 32), slot_blocks = options.whole, max_seqs = options.count,
   max_tokens = options.count, huge_pages = options.boolean, hot_slots = options.whole,
-  hot_overlap = options.boolean, evict = evictions.KIND,
+  hot_tokens = options.whole, hot_overlap = options.boolean, evict = evictions.KIND,
 }
 
 --- Opens the KV of a cache in host memory. o: slots of the ring (4); slot_blocks: the
 -- blocks of a sequence that one slot holds (32 MiB for all sequences); max_seqs (16) and
 -- max_tokens (512) of a step; huge_pages (false); hot_slots: the slots for each KV head
--- of a hot cache (0: no hot cache); hot_overlap (false): attend to the blocks that are
--- present while the rest is fetched; evict ("lru"): which block leaves the hot cache when
--- another needs its slot, the name of a file (policy/eviction.lua) or what kv.eviction
--- makes.
+-- of a hot cache (0: no hot cache), each for a block; hot_tokens: the same, each for a
+-- token, for policies that list tokens; hot_overlap (false): attend to what is present
+-- while the rest is fetched; evict ("lru"): which block leaves the hot cache when another
+-- needs its slot, the name of a file (policy/eviction.lua) or what kv.eviction makes.
 ---@param cache kvlab.Cache
 ---@param o table  checked: M.OFFLOAD
 ---@return kvlab.HostTier
@@ -78,13 +78,21 @@ function M.new(cache, o)
   local self = setmetatable({ cache = cache, layers = cache.layers,
     slots = o.slots or 4, slot_blocks = o.slot_blocks or 0, max_seqs = o.max_seqs or 16,
     max_tokens = o.max_tokens or 512, huge_pages = o.huge_pages or false,
-    hot_slots = o.hot_slots or 0, hot_overlap = o.hot_overlap or false }, HostTier)
+    hot_slots = o.hot_slots or 0, hot_tokens = o.hot_tokens or 0,
+    hot_overlap = o.hot_overlap or false }, HostTier)
   if o.evict and self.hot_slots == 0 then
-    options.fail("offload: evict is given, but there is no hot cache, expected hot_slots")
+    options.fail("offload: evict is given, but there is no hot cache of blocks, expected "
+      .. "hot_slots")
+  elseif self.hot_slots > 0 and self.hot_tokens > 0 then
+    options.fail("offload: hot_slots and hot_tokens are given, expected one of the two")
+  elseif self.hot_tokens > 0 and cache.format.name == "int8" then
+    options.fail("offload: hot_tokens is given for a cache of int8, expected hot_slots: "
+      .. "int8 keeps the scales of a block together")
   end
   local eviction = evictions.of(o.evict)
   self.bytes_block = cache.format:bytes_page()
-  self.name = self.hot_slots > 0 and "host, hot cache" or "host, ring"
+  self.name = self.hot_slots > 0 and "host, hot cache"
+    or self.hot_tokens > 0 and "host, hot cache of tokens" or "host, ring"
   if self.slot_blocks == 0 then
     self.slot_blocks = math.max(1, math.floor(
       BYTES_SLOT / (self.bytes_block * self.max_seqs)))
@@ -116,7 +124,9 @@ function M.new(cache, o)
     opened = open_ring()
   end
   self.ring = opened
-  if self.hot_slots > 0 then self.hot = hot_cache.new(self, eviction) end
+  if self.hot_slots + self.hot_tokens > 0 then
+    self.hot = hot_cache.new(self, eviction)
+  end
   return self
 end
 
@@ -139,7 +149,7 @@ function HostTier:readers(attention, through, level)
   through = through or (self.hot and "hot" or "ring")
   if through == "hot" and not self.hot then
     error('attention: decode_through is "hot", expected "ring": this cache has no hot '
-      .. "cache (hot_slots)", level + 1)
+      .. "cache (hot_slots or hot_tokens)", level + 1)
   end
   local by_ring = ring.new(attention)
   if through == "ring" then return by_ring, by_ring end
@@ -341,8 +351,9 @@ function HostTier:append(layer, q, k, v, batch, inv_freq)
   local buffer = options.entry("append", "layer", self.buffer_views, layer)
   local cache, placement = self.cache, batch.placement
   if inv_freq then
-    ops.rope(q, batch.positions, inv_freq)
-    ops.rope(k, batch.positions, inv_freq)
+    local first = cache.format.is_shared and cache.value_dim or 0
+    ops.rope(q, batch.positions, inv_freq, first)
+    ops.rope(k, batch.positions, inv_freq, first)
   end
   self.is_recorded = C.kvl_device_is_recording(cache.device) == 1
   if self.is_prefill then
@@ -504,7 +515,8 @@ arguments.methods(HostTier, "a host tier", {
   place = { batch = objects.filled_batch },
   begin = { batch = objects.batch }, load_open = LAYER, appended = LAYER,
   append = { layer = options.whole, q = kinds.tensor, k = kinds.tensor,
-             v = kinds.tensor, batch = objects.batch, inv_freq = kinds.tensor_or_nil },
+             v = kinds.tensor_or_nil, batch = objects.batch,
+             inv_freq = kinds.tensor_or_nil },
   written = { first = options.whole, layers = options.whole, blocks = BLOCKS },
   before_copy = { layer = options.whole, to = kinds.tensor },
   load_to_slot_layer = LAYER, prefill_buffer_slice = LAYER,

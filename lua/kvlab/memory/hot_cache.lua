@@ -5,6 +5,9 @@
 -- so the host never waits. Blocks that a policy expects its next steps to select are
 -- brought ahead, on a stream of their own.
 --
+-- Its slots hold blocks (hot_slots), or single tokens for policies that list tokens
+-- (hot_tokens). What is said of blocks then holds for tokens; none are fetched ahead.
+--
 -- With hot_overlap, attention over the present blocks runs while the others are fetched,
 -- and is merged with attention over those by their log-sum-exp. Without it, one
 -- attention follows the fetch, and the result equals the resident one bit for bit.
@@ -26,6 +29,7 @@ local COUNTERS = 5 -- of kvl_hot: hits, misses, evictions, bytes, brought ahead 
 
 ---@class kvlab.HotCache
 ---@field slots integer              of each KV head
+---@field by_token boolean           a slot holds a token
 ---@field priority kvlab.Tensor|nil  f32 [layers, kv_heads, blocks], see use_priority
 ---@field eviction kvlab.Eviction|nil  decides what leaves; nil: the least recently used
 local HotCache = {}
@@ -41,19 +45,22 @@ local function give(self, name, values)
   end
 end
 
---- Opens the hot cache of a host tier, with tier.hot_slots slots for each KV head.
+--- Opens the hot cache of a host tier, with tier.hot_slots or tier.hot_tokens slots for
+-- each KV head.
 ---@param tier kvlab.HostTier
 ---@param eviction? kvlab.Eviction  nil: evicts the least recently used block
 ---@return kvlab.HotCache
 function M.new(tier, eviction)
   local cache = tier.cache
   local self = setmetatable({ tier = tier, cache = cache, layers = {}, views_of = {},
-    slots = tier.hot_slots, overlap = tier.hot_overlap, views = {},
+    by_token = tier.hot_tokens > 0, slots = math.max(tier.hot_slots, tier.hot_tokens),
+    overlap = tier.hot_overlap, views = {},
     under_way = {}, is_ahead = false, bytes_counted = 0 }, HotCache)
   local dev, heads, n = cache.device, cache.kv_heads, self.slots
+  local each = self.by_token and cache.block_size or 1 -- of what slots hold, in a block
   self.memory = tensor.tensor(dev, cache.format.memory,
-    { cache.layers, n, unpack(cache.format.dims) })
-  self.slot_of = tensor.tensor(dev, "i32", { cache.layers, heads, cache.blocks })
+    { cache.layers, math.ceil(n / each), unpack(cache.format.dims) })
+  self.slot_of = tensor.tensor(dev, "i32", { cache.layers, heads, cache.blocks * each })
   self.block_of = tensor.tensor(dev, "i32", { cache.layers, heads, n })
   self.order = tensor.tensor(dev, "i32", { cache.layers, heads, n })
   self.counters = tensor.zeros(dev, "i64", { COUNTERS })
@@ -64,7 +71,8 @@ function M.new(tier, eviction)
       order = self.order:index(layer) }
     self.views_of[layer] = views
     self.layers[layer] = ffi.new("kvl_hot", views.memory, views.slot_of, views.block_of,
-      views.order, nil, self.counters, nil, nil, nil, cache.format:of(layer))
+      views.order, nil, self.counters, nil, nil, nil, cache.format:of(layer),
+      self.by_token and 1 or 0)
   end
   for name, values in pairs(eviction and eviction:attach(cache) or {}) do
     self.eviction = eviction
@@ -147,9 +155,10 @@ end
 local function make_views(self, seqs, n)
   local heads = self.cache.kv_heads
   if seqs * n > self.slots then
-    error(("the hot cache has %d slots for a KV head, %d sequences with %d blocks each "
-      .. "may need %d; give it more (hot_slots) or the policy a smaller budget"):format(
-      self.slots, seqs, n, seqs * n), 0)
+    error(("the hot cache has %d slots for a KV head, %d sequences with %d %s each may "
+      .. "need %d; give it more (%s) or the policy a smaller budget"):format(self.slots,
+      seqs, n, self.by_token and "tokens" or "blocks", seqs * n,
+      self.by_token and "hot_tokens" or "hot_slots"), 0)
   end
   local function list(from, i)
     return from:index(i):narrow(0, seqs * heads * n):reshape { seqs, heads, n }
@@ -177,8 +186,9 @@ end
 
 local function fetch(self, layer, views, fetched_bytes)
   local memory = self.views_of[layer].memory
-  check(C.kvl_move_blocks(self.cache:layer(layer), views.miss_from, memory,
-    views.miss_to, self.cache.format:of(layer), fetched_bytes))
+  local move = self.by_token and C.kvl_move_tokens or C.kvl_move_blocks
+  check(move(self.cache:layer(layer), views.miss_from, memory, views.miss_to,
+    self.cache.format:of(layer), fetched_bytes))
 end
 
 --- Calls fn(self, …), whose launches go to another stream than the current one. As
@@ -207,20 +217,49 @@ local function resolve(self, layer, selection, tables, views)
   check(C.kvl_hot_resolve(self.layers[layer], call))
 end
 
---- Attends in a decode step over a selection (nil: every block). attention.lua calls it
--- when the cache has a hot cache.
-function HotCache:attend(attention, selection, ctx, out, lse, hook)
-  if ctx.is_draft then
-    return self.present:attend(attention, selection, ctx, out, lse, hook)
-  end
-  selection = selection or ctx:everything()
-  if self.eviction then self.eviction:expect_scores(ctx) end
+--- Attends over a selection, or over listed tokens: in parts, if there are too few slots
+-- for a step's rows.
+local function attend_all(self, attention, selection, ctx, out, lse, hook)
   local most = math.floor(self.slots / tonumber(selection.sizes[2]))
   if ctx.is_rows and ctx.seqs > most then
     return rows.in_parts(self, math.max(most, 1), attention, selection, ctx, out, lse,
       hook)
   end
   return self:attend_rows(attention, selection, ctx, out, lse, hook)
+end
+
+--- Attends in a decode step over a selection (nil: every block). attention.lua calls it
+-- when the cache has a hot cache.
+function HotCache:attend(attention, selection, ctx, out, lse, hook)
+  if self.by_token then
+    error(("layer %d reads blocks, and the hot cache has slots for tokens (hot_tokens), "
+      .. 'expected a policy that lists tokens, or decode_through = "ring"'):format(
+      ctx.layer), 0)
+  elseif ctx.is_draft then
+    return self.present:attend(attention, selection, ctx, out, lse, hook)
+  end
+  selection = selection or ctx:everything()
+  if self.eviction then self.eviction:expect_scores(ctx) end
+  return attend_all(self, attention, selection, ctx, out, lse, hook)
+end
+
+--- The same over listed tokens, for a hot cache by token.
+---@param listed kvlab.Tensor  i32 [rows, kv_heads or 1, n]
+function HotCache:attend_listed(attention, listed, ctx, out, lse)
+  if ctx.is_draft then
+    error("a draft's step behind a hot cache reads blocks, expected a draft policy that "
+      .. "selects blocks", 0)
+  end
+  return attend_all(self, attention, listed, ctx, out, lse)
+end
+
+--- Attends over a selection, or over listed tokens, of which `slots` says where they lie.
+local function attend_slots(self, attention, ctx, hook, memory, read, slots, out, lse,
+                            prev, prev_lse)
+  local selection, listed = read, nil
+  if self.by_token then selection, listed = nil, read end
+  return attention:attend_part(ctx, hook, memory, selection, slots, out, lse, prev,
+    prev_lse, nil, listed)
 end
 
 -- The same for no more rows than there are slots for.
@@ -231,7 +270,8 @@ function HotCache:attend_rows(attention, selection, ctx, out, lse, hook)
   resolve(self, layer, selection, ctx.tables, views)
   if not self.overlap then
     fetch(self, layer, views, self.fetched_bytes)
-    return attention:attend_part(ctx, hook, memory, selection, views.slots, out, lse)
+    return attend_slots(self, attention, ctx, hook, memory, selection, views.slots, out,
+      lse)
   end
   local main = self.cache.device:stream()
   self.resolved:record(main)
@@ -239,11 +279,11 @@ function HotCache:attend_rows(attention, selection, ctx, out, lse, hook)
   on_stream(self, self.stream, fetch, layer, views, self.fetched_bytes)
   self.fetched:record(self.stream)
   local part, part_lse = attention:scratch(ctx)
-  attention:attend_part(ctx, hook, memory, views.hit_logical, views.hit_slots, part,
-    part_lse)
+  attend_slots(self, attention, ctx, hook, memory, views.hit_logical, views.hit_slots,
+    part, part_lse)
   main:wait(self.fetched)
-  return attention:attend_part(ctx, hook, memory, views.miss_logical, views.miss_slots,
-    out, lse, part, part_lse)
+  return attend_slots(self, attention, ctx, hook, memory, views.miss_logical,
+    views.miss_slots, out, lse, part, part_lse)
 end
 
 -- ---- ahead of a step ------------------------------------------------------------------
@@ -309,6 +349,7 @@ end
 ---@param wanted? boolean[]  for which sequences (all)
 function HotCache:bring_ahead(selection, ctx, wanted)
   local layer, lists, n = ctx.layer, selection:size(1), selection:size(2)
+  if self.by_token then return end
   if ctx.seqs * n > self.slots then return end
   self.ahead = self.ahead or tensor.lasting(new_ahead, self)
   local a = self.ahead
@@ -340,7 +381,7 @@ end
 -- ---- numbers --------------------------------------------------------------------------
 
 --- The counters since the last reset or reset_counts. hits, misses and evictions count
--- the blocks of single KV heads in steps; hit_rate follows from them; bytes are all
+-- the blocks (or tokens) of single KV heads in steps; hit_rate follows; bytes are all
 -- bytes fetched. Of the blocks brought ahead: predicted (asked for), brought (were
 -- missing), used (brought and selected since), bytes, wasted_bytes (of blocks not used
 -- so far). Waits for the device.
@@ -380,8 +421,11 @@ local ATTEND = { attention = objects.attention, selection = kinds.tensor,
                  lse = kinds.tensor_or_nil }
 arguments.methods(HotCache, "a hot cache", {
   attend_rows = ATTEND,
-  append = { layer = options.whole, k = kinds.tensor, v = kinds.tensor,
+  append = { layer = options.whole, k = kinds.tensor, v = kinds.tensor_or_nil,
              batch = objects.batch, buffer = kinds.tensor },
+  attend_listed = { attention = objects.attention, listed = kinds.tensor,
+                    ctx = objects.layer_context, out = kinds.tensor_or_nil,
+                    lse = kinds.tensor_or_nil },
   drop = { layer = options.whole, blocks = kinds.tensor },
   attend = { attention = objects.attention, selection = kinds.tensor_or_nil,
              ctx = objects.layer_context, out = kinds.tensor_or_nil,

@@ -8,16 +8,14 @@
 --   local attention = kv.attention { cache = cache, heads = 8, decode_policy = quest }
 --   attention:begin(batch, false)              once a step, after batch:append
 --   attention:forward(layer, q, k, v, out)     once a layer
---   attention:take_back({ 2 })                 drops the newest 2 tokens of a decode step
---                                              of several, see rows.lua
+--   attention:take_back({ 2 })                 drops its newest 2 tokens (rows.lua)
 --
 -- A draft policy makes drafts (speculative decoding). Its steps are begun with
 -- attention:begin(batch, false, nil, i), of which i counts from 1, and run on the
 -- sequences themselves. Afterwards the sequences are cut to the length that they had, and
 -- a decode step of several tokens verifies the draft: it writes K and V again, as the
--- decode policy's attention makes them. A draft policy sees prompts as the other two do,
--- its own steps, in which the others see nothing, and of decode steps the K that they
--- write.
+-- decode policy's attention makes them. A draft policy sees prompts as the others do, its
+-- own steps, which the others do not see, and of decode steps the K that they write.
 local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
 local check = require "kvlab.policy.check"
@@ -37,8 +35,8 @@ local tensor = require "kvlab.tensor.tensor"
 
 local M = {}
 
----@class kvlab.Index  what an indexer of a model makes of new tokens. The logit of a token
---                    for a query is the sum over heads of weight * relu(q . k)
+---@class kvlab.Index  what an indexer of a model makes of new tokens. The logit of a
+--                    token for a query is the sum over heads of weight * relu(q . k)
 ---@field q kvlab.Tensor        [tokens, heads, dim]
 ---@field k kvlab.Tensor        [tokens, dim]
 ---@field weights kvlab.Tensor  f32 [tokens, heads]
@@ -165,16 +163,16 @@ end
 ---@param o table  cache, heads; prefill_policy, decode_policy (full), draft_policy
 --                 (none), scale (1 / sqrt(head_dim)), alibi (f32 [heads] slopes),
 --                 inv_freq (f32 [pairs], or a list with one for each layer; forward then
---                 takes q and k unrotated, see ops.rope), window: how many tokens a query
---                 sees, itself included (0: all), or a list with a number for each layer:
---                 then a layer with a window reads all of it, and policies select in the
---                 others; soft_cap of the scores (0: none), max_seqs (16), max_blocks of
---                 a sequence (all blocks of the cache); index: heads and dim of the
---                 model's indexer, if it has one (none), see forward;
+--                 takes q and k unrotated, see ops.rope_append), window: how many tokens
+--                 a query sees, itself included (0: all), or a list with one for each
+--                 layer: then a layer with a window reads all of it, and policies
+--                 select in the others; soft_cap of the scores (0: none), max_seqs (16),
+--                 max_blocks of a sequence (all blocks of the cache); index: heads and
+--                 dim of the model's indexer, if it has one (none), see forward;
 --                 decode_through: "hot" or "ring", for a cache that has both ("hot");
---                 draft_reuse: the draft policy
---                 selects in the first step of a draft alone, and the other steps read
---                 the same blocks, and the newest ones (false)
+--                 draft_reuse: the draft policy selects in the first step of a draft
+--                 alone, and the other steps read the same blocks, and the newest ones
+--                 (false)
 ---@return kvlab.Attention
 function M.attention(o)
   o = options.check("attention", o, OPTIONS)
@@ -636,24 +634,26 @@ end
 
 --- Attention of ctx.query over listed tokens: for each row of q, or for each row and KV
 -- head, tokens of its sequence by their index, in any order; -1, and a token that
--- the row may not see, adds nothing. KV must be on the device, because what crosses a
--- link are whole blocks.
+-- the row may not see, adds nothing. KV is on the device, or in host memory behind a hot
+-- cache of tokens (hot_tokens), in a decode step.
 ---@param listed kvlab.Tensor  i32 [rows, kv_heads or 1, n]
 function Attention:over_tokens(listed, ctx, out, lse)
-  local hook = ctx.policy.hook
-  local lacks = not self.cache.tier.is_resident and "KV in host memory"
+  local hook, hot = ctx.policy.hook, not ctx.is_prefill and self.decode_reader
+  hot = hot and hot.by_token and hot
+  local lacks = not hot and not self.cache.tier.is_resident
+      and "KV in host memory, but in decode behind a hot cache of tokens (hot_tokens)"
+    or hot and hook and "a policy's bias, mask, log_weight or emit with KV in host memory"
     or ctx.is_prefill and self.emitters and "what a policy emits in a prefill"
   if lacks then
     error(("attention over tokens does not know %s; select blocks"):format(lacks), 2)
   end
   check.listed(ctx, listed)
-  local counter = self.probe and ctx.reads
-  if counter then counter:listed(ctx, listed) end
-  if not hook or ctx.is_prefill then
-    return self:attend_part(ctx, hook, ctx.cache, nil, nil, out, lse, nil, nil, nil,
-      listed)
+  if self.probe and ctx.reads then ctx.reads:listed(ctx, listed) end
+  if hot then return hot:attend_listed(self, listed, ctx, out, lse) end
+  if hook and not ctx.is_prefill then
+    return hook:attend_listed(self, ctx, listed, out, lse)
   end
-  return hook:attend_listed(self, ctx, listed, out, lse)
+  return self:attend_part(ctx, hook, ctx.cache, nil, nil, out, lse, nil, nil, nil, listed)
 end
 
 local function new_scratch(self, tokens)

@@ -94,12 +94,14 @@ function M.linear(x, weight, out, form, norm, eps, bias)
   return out
 end
 
---- Rotates x [tokens, heads, head_dim] in place.
-function M.rope(x, positions, inv_freq)
+--- Rotates x [tokens, heads, head_dim] in place, from the number `first` (0) of each head
+-- on.
+function M.rope(x, positions, inv_freq, first)
   expect_tensor("rope", "x", x)
   expect_tensor("rope", "positions", positions)
   expect_tensor("rope", "inv_freq", inv_freq)
-  check(C.kvl_rope(x, positions, inv_freq))
+  if first ~= nil then argument("rope", "first", first, options.whole) end
+  check(C.kvl_rope(x, positions, inv_freq, first or 0))
   return x
 end
 
@@ -127,11 +129,12 @@ function M.append_kv(k, v, places, cache, format)
 end
 
 --- Rotates q in place, and k on its way into the cache, and appends k and v, which stay
--- as they are: rope and append_kv in one launch.
+-- as they are: rope and append_kv in one launch. Where values are the first numbers of
+-- their keys, v is nil, and the numbers behind the values turn.
 function M.rope_append(q, k, v, positions, inv_freq, places, cache, format)
   expect_tensor("rope_append", "q", q)
   expect_tensor("rope_append", "k", k)
-  expect_tensor("rope_append", "v", v)
+  if v ~= nil then expect_tensor("rope_append", "v", v) end
   expect_tensor("rope_append", "positions", positions)
   expect_tensor("rope_append", "inv_freq", inv_freq)
   expect_tensor("rope_append", "places", places)
