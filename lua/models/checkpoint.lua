@@ -151,12 +151,13 @@ local function weights(folder, q)
     end
     return false
   end
-  local function unread()
+  local function unread(is_left_out)
     need()
     for _, name in ipairs(names()) do
       local is_harmless = name:find "rotary_emb%.inv_freq$" -- as old versions wrote
         or q and (name:find "%.activation_scale$" or name:find "%.input_scale$")
-      if not seen[name] and not is_harmless then return name end
+      if not seen[name] and not is_harmless
+        and not (is_left_out and is_left_out(name)) then return name end
     end
   end
   return { has = has, read = read, unread = unread }
@@ -247,7 +248,7 @@ function M.random(fields, seed)
   local drawn = 0
   local function read(name, device, dtype, shape)
     if #shape == 1 then
-      return kv.full(device, dtype, shape, name:find "norm" and 1 or 0)
+      return kv.full(device, dtype, shape, name:find "norm%.weight$" and 1 or 0)
     end
     drawn = drawn + 1
     return kv.randn(device, dtype, shape,

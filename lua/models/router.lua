@@ -26,13 +26,14 @@ local M = {}
 function M.check_groups(path, values, x, least)
   local groups, open = values.n_group or 1, values.topk_group or 1
   if x.count % groups ~= 0 or x.count / groups < least then
-    refuse(path, "n_group", groups, ("a number of groups of equal size, %d or more of "
-      .. "the %d experts in each"):format(least, x.count))
+    refuse(path, "n_group", groups, ("a number of groups of equal size, each of %d or "
+      .. "more of the %d n_routed_experts"):format(least, x.count))
   elseif open > groups then
     refuse(path, "topk_group", open, ("at most n_group, %d"):format(groups))
   elseif values.num_experts_per_tok > open * x.count / groups then
     refuse(path, "num_experts_per_tok", values.num_experts_per_tok,
-      ("at most %d, the experts of topk_group groups"):format(open * x.count / groups))
+      ("at most %d, those in topk_group of n_group groups of n_routed_experts"):format(
+        open * x.count / groups))
   end
   if open < groups then x.groups, x.open_groups = groups, open end
 end

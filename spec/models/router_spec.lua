@@ -97,13 +97,14 @@ describe("the groups of a router", function()
   end
 
   it("are of equal size, and large enough", function()
-    refused("config: n_group is 5, expected a number of groups of equal size, 1 or more "
-      .. "of the 12 experts", { n_group = 5, topk_group = 1, num_experts_per_tok = 1 }, 1)
-    refused("n_group is 12, expected a number of groups of equal size, 2 or more",
+    refused("config: n_group is 5, expected a number of groups of equal size, each of 1 "
+      .. "or more of the 12 n_routed_experts",
+      { n_group = 5, topk_group = 1, num_experts_per_tok = 1 }, 1)
+    refused("n_group is 12, expected a number of groups of equal size, each of 2 or",
       { n_group = 12, topk_group = 1, num_experts_per_tok = 1 }, 2)
     refused("topk_group is 5, expected at most n_group, 4",
       { n_group = 4, topk_group = 5, num_experts_per_tok = 1 }, 2)
-    refused("num_experts_per_tok is 7, expected at most 6, the experts of topk_group",
+    refused("num_experts_per_tok is 7, expected at most 6, those in topk_group",
       { n_group = 4, topk_group = 2, num_experts_per_tok = 7 }, 2)
   end)
 
