@@ -157,6 +157,16 @@ support.each_device(function(dev)
       end
     end)
 
+    it("decodes by them with latents in host memory", function()
+      local engine = model:engine { blocks = 16, block_size = 8, policy = dsa(12),
+                                    offload = { hot_tokens = 20 } }
+      local seq = engine:sequence()
+      engine:prefill(seq, first(tokens, 12))
+      for at = 13, #tokens do
+        check(golden, engine:decode({ seq }, { tokens[at] }), at, "host memory")
+      end
+    end)
+
     it("is dense where the indexer selects all tokens", function()
       local engine = sparse { prefill_policy = dsa(40) }
       check(whole, engine:prefill_all(engine:sequence(), tokens), 1, "40 tokens")
