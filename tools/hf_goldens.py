@@ -9,6 +9,7 @@ For each model of the table below writes to OUT/NAME/:
     model.safetensors  fp32 weights, random from a fixed seed
     golden.json        {"tokens": [40 ids], "logits": [[vocab numbers] for each position]},
                        from eager attention in fp32; nine digits give a float exactly
+and for DeepSeek-V3.2 golden_sparse.json, the same where the indexer selects 12 tokens.
 Norm weights and biases are random too, so a forward pass that leaves one out gives
 other logits. All attention is grouped-query; the shapes differ on purpose.
 """

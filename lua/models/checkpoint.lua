@@ -183,8 +183,9 @@ end
 ---@field has fun(name: string): boolean   whether it has a tensor
 ---@field read fun(name: string, device: kvlab.Device, dtype: string, shape: integer[]):
 --              kvlab.Tensor  a tensor, cast to dtype; its shape is checked
----@field unread fun(): string|nil  the name of a tensor that was not read yet, and that
---                                  may change what the model computes
+---@field unread fun(is_left_out?: fun(name: string): boolean): string|nil  the name of a
+--              tensor that was not read yet, that may change what the model computes, and
+--              for which is_left_out(name) is not true
 
 --- The tokens that end a text by a folder's generation_config.json; nil if it does not
 -- say. What else stands there is how transformers samples; here a request says that.

@@ -141,17 +141,18 @@ end
 
 -- ---- weights --------------------------------------------------------------------------
 
---- A copy of a matrix (or a bias) with its rows in another order: those that `order`
--- lists, from 0. The last `turned` of them are multiplied by `factor`.
+--- A matrix (or a bias) with its rows in another order: those that `order` lists, from 0.
+-- The last `turned` of them are multiplied by `factor`. Frees `weight`.
 local function reorder(weight, order, turned, factor)
-  local n, device = #order, weight.device
-  local matrix = weight:reshape { n, -1 }
-  local out = matrix:gather_rows(kv.from(device, "i32", { n }, order))
+  local n, device, dims = #order, weight.device, weight:dims()
+  local out = weight:reshape { n, -1 }
+    :gather_rows(kv.from(device, "i32", { n }, order))
+  weight:free()
   if factor ~= 1 then
     local part = out:narrow(n - turned, turned)
     part:mul(factor, part)
   end
-  return out:reshape(weight:dims())
+  return out:reshape(dims)
 end
 
 --- The rows of a head's rotated part, in the order (i, i + pairs).
@@ -225,8 +226,10 @@ local function load_layer(read, c, i)
   }
   local both = read(at .. "kv_b_proj.weight",
     { c.heads * (c.nope + c.v_dim), c.value_dim })
-    :reshape { c.heads, c.nope + c.v_dim, c.value_dim }
-  layer.uk, layer.uv = both:narrow(0, c.nope, 1), both:narrow(c.nope, c.v_dim, 1)
+  local by_head = both:reshape { c.heads, c.nope + c.v_dim, c.value_dim }
+  layer.uk, layer.uv = by_head:narrow(0, c.nope, 1), by_head:narrow(c.nope, c.v_dim, 1)
+  by_head:free()
+  both:free()
   if c.q_rank then layer.q_norm = read(at .. "q_a_layernorm.weight", { c.q_rank }) end
   if c.has_bias then
     layer.latents_bias = load_latents(read, c, at, "bias")

@@ -350,6 +350,17 @@ describe("a config of a model with latents", function()
       function(config) config.n_group = nil end)
   end)
 
+  it("of GLM-4.7-Flash has its sizes by default", function()
+    local model = deepseek.random({ model_type = "glm4_moe_lite", num_hidden_layers = 1,
+      vocab_size = 32 }, { device = "cpu", dtype = "bf16" })
+    local engine, c = model:engine { blocks = 2 }, model.config
+    assert.equal(1152, engine.cache:bytes_token())
+    assert.same({ 20, 576, 512, 768, 2048, 10240 },
+      { c.heads, c.head_dim, c.value_dim, c.q_rank, c.hidden, c.inner })
+    assert.near(256 ^ -0.5, c.scale, 1e-12)
+    assert.equal(32, #engine:prefill(engine:sequence(), { 1, 2, 3 }):list())
+  end)
+
   it("of random weights gives a model that runs", function()
     for _, name in ipairs(NAMES) do
       local config = read(folder(name) .. "/config.json")
