@@ -42,9 +42,10 @@ local LEFT_OUT = {
 
 -- What the page's names begin with, besides kv.
 local MODULES = { engine = "models.engine", llama = "models.llama",
-                  gemma = "models.gemma", families = "models.families",
-                  checkpoint = "models.checkpoint", small_lm = "models.small_lm",
-                  exam = "models.recall.exam", reading = "models.reading" }
+                  gemma = "models.gemma", deepseek = "models.deepseek",
+                  families = "models.families", checkpoint = "models.checkpoint",
+                  small_lm = "models.small_lm", exam = "models.recall.exam",
+                  reading = "models.reading" }
 
 -- What a device opens has methods too; the page lists them with their classes only.
 local OPENED = { "stream:sync()", "stream:wait(event)", "stream:close()", "event:sync()",

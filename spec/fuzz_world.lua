@@ -97,6 +97,10 @@ local LATE = {
     return require("models.gemma").load(root .. "/spec/data/hf/gemma3",
       { device = "cpu", dtype = "f32" })
   end,
+  deepseek = function()
+    return require("models.deepseek").load(root .. "/spec/data/hf/deepseek_v32",
+      { device = "cpu", dtype = "f32" })
+  end,
   lm = function()
     return require("models.small_lm").new { vocab_size = 20, embed_dim = 32,
                                             num_heads = 2, device = "cpu" }
@@ -188,7 +192,7 @@ M.MAKERS = {
     return server == w.server and w.request or w.modelled_request
   end,
   ["models/engine Engine"] = of "engine", ["models/llama Model"] = of "llama",
-  ["models/gemma Model"] = of "gemma",
+  ["models/gemma Model"] = of "gemma", ["models/deepseek Model"] = of "deepseek",
   ["models/small_lm LM"] = of "lm", ["models/recall/exam Exam"] = of "exam",
   ["task/task Task"] = of "task", ["task/writer Writer"] = of "writer",
   ["models/reading Reading"] = of "reading",

@@ -54,9 +54,10 @@ local function forward(rig, numbers, position_of, n, is_prefill, ends_prompts)
     end
     k = join(rig.device, rig.dtype, k, SHAPE.kv_heads)
     if rig.firsts then v = { k * rig.firsts } end
-    outs[layer] = rig.attention:forward(layer,
-      join(rig.device, rig.dtype, q, rig.heads), k,
-      not rig.is_shared and join(rig.device, rig.dtype, v, SHAPE.kv_heads) or nil)
+    q = join(rig.device, rig.dtype, q, rig.heads)
+    outs[layer] = rig.attention:forward(layer, q, k,
+      not rig.is_shared and join(rig.device, rig.dtype, v, SHAPE.kv_heads) or nil, nil,
+      rig.index_of and rig.index_of(layer, q, k))
   end
   return outs
 end
@@ -91,6 +92,7 @@ end
 -- same without it first, that draws the tokens. o.heads: query heads (8). o.value_dim:
 -- values are so many first numbers of their keys, and only keys are held; with o.apart
 -- values are held as well, with zeros behind these numbers. o.tables: of the cache.
+-- o.index: heads and dim of the model's indexer, and make(layer, q, k), what it makes.
 function M.new(dev, o)
   local rig = { device = dev, dtype = o.dtype or "f32", steady = o.steady or 1,
                 scoped = o.scoped, heads = o.heads or SHAPE.heads }
@@ -114,7 +116,9 @@ function M.new(dev, o)
     or kv.policy(o.policy or "full", o.options)
   rig.attention = kv.attention { cache = rig.cache, heads = rig.heads, max_seqs = 8,
     prefill_policy = o.prefill_policy, decode_policy = rig.policy, alibi = o.alibi,
-    window = o.window, soft_cap = o.soft_cap, decode_through = o.decode_through }
+    window = o.window, soft_cap = o.soft_cap, decode_through = o.decode_through,
+    index = o.index and { heads = o.index.heads, dim = o.index.dim } }
+  rig.index_of = o.index and o.index.make
   rig.batch = rig.cache:batch { max_seqs = 8, max_tokens = 512 }
   -- remember what the policy selected in each layer
   local select_blocks = rig.policy.select_blocks

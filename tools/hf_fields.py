@@ -19,8 +19,9 @@ Changes of one field are grouped, {"field": [value, ...]}; those of several are 
 import argparse, dataclasses, json, logging, os, shutil, tempfile, warnings
 import torch
 import transformers
-from transformers import (AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GenerationConfig, LlamaConfig,
-                          MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig)
+from transformers import (AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, DeepseekV32Config, Gemma2Config,
+                          Gemma3TextConfig, GenerationConfig, Glm4MoeLiteConfig, LlamaConfig, MistralConfig,
+                          MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig)
 
 # The folder of spec/data/hf with a small model of each family, and its config class.
 FAMILIES = {
@@ -28,6 +29,8 @@ FAMILIES = {
     "mixtral": ("mixtral", MixtralConfig), "qwen2": ("qwen2", Qwen2Config),
     "qwen3": ("qwen3_window", Qwen3Config), "qwen3_moe": ("qwen3_moe", Qwen3MoeConfig),
     "gemma2": ("gemma2", Gemma2Config), "gemma3_text": ("gemma3", Gemma3TextConfig),
+    "deepseek_v2": ("deepseek_v2_groups", DeepseekV2Config), "deepseek_v3": ("deepseek_v3", DeepseekV3Config),
+    "deepseek_v32": ("deepseek_v32", DeepseekV32Config), "glm4_moe_lite": ("glm4_moe_lite", Glm4MoeLiteConfig),
 }
 
 # Fields that are in no config class, but in files on the hub, or that only code reads.
@@ -37,7 +40,9 @@ OTHER = ["rope_theta", "rope_scaling", "partial_rotary_factor", "original_max_po
          "use_mrope", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "pruned_heads", "torchscript",
          "output_attentions", "num_labels", "attn_implementation", "_attn_implementation", "attention_chunk_size",
          "experts_implementation", "tie_last_hidden_states", "tokenizer_class", "num_experts", "qk_norm",
-         "logit_scale", "mlp_only_layers", "shared_expert_intermediate_size", "no_such_field"]
+         "logit_scale", "mlp_only_layers", "shared_expert_intermediate_size", "no_such_field", "num_local_experts",
+         "num_nextn_predict_layers", "moe_layer_freq", "scoring_func", "topk_method", "rope_interleave", "qk_head_dim",
+         "first_k_dense_replace", "ep_size", "seq_aux", "aux_loss_alpha"]
 
 WRONG = ["absent", None, "x", [], {}, True, -1]
 # No 2.0 for integers and no 2 for floats: JSON has one kind of number.
@@ -127,6 +132,29 @@ def windows(layers):
         yield {"sliding_window_pattern": pattern, "layer_types": "absent"}
 
 
+def routers(layers):
+    """How experts may be grouped, chosen and spread over the layers."""
+    for method in ["greedy", "group_limited_greedy", "noaux_tc"]:
+        for groups, most in [(1, 1), (2, 1), (3, 1), (3, 3), (4, 3), (8, 1), (None, None), (2, 5)]:
+            yield {"topk_method": method, "n_group": groups, "topk_group": most}
+    for method in ["softmax", "sigmoid", "x"]:
+        yield {"scoring_func": method}
+    for types in [["dense"] * layers, ["sparse"] * layers, ["sparse"] + ["dense"] * (layers - 1), ["sparse"], ["x"] * layers,
+                  "sparse", None, [None] * layers]:
+        yield {"mlp_layer_types": types}
+        yield {"mlp_layer_types": types, "first_k_dense_replace": 0}
+    yield {"n_routed_experts": "absent", "num_local_experts": 4}
+    yield {"n_routed_experts": "absent", "num_experts": 4}
+    yield {"n_routed_experts": "absent", "num_local_experts": 8, "num_experts": 8}
+    yield {"layer_types": ["indexed_attention"] * layers}
+    for factor in [None, 4.0]:
+        yield GONE | {"rope_parameters": YARN | {"mscale": 1.2, "mscale_all_dim": 0.7, "factor": factor}}
+    yield GONE | {"rope_parameters": YARN | {"mscale_all_dim": 0.7}}
+    yield GONE | {"rope_parameters": YARN | {"mscale": 1.2, "mscale_all_dim": 0}}
+    yield GONE | {"rope_scaling": without(YARN, "rope_type") | {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0},
+                  "rope_theta": 10000}
+
+
 def cases(config, layers, fields, own):
     for name in GenerationConfig._get_default_generation_params():
         yield from ({name: value} for value in [None, "x", 2])
@@ -143,6 +171,8 @@ def cases(config, layers, fields, own):
     yield {"num_local_experts": "absent", "num_experts": "absent"}
     for last in [[0], [1], [7], ["x"], [0, 1], None]:
         yield {"mlp_only_layers": last}
+    if "kv_lora_rank" in config:
+        yield from routers(layers)
 
 
 def fields_of_all():

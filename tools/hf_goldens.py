@@ -9,15 +9,19 @@ For each model of the table below writes to OUT/NAME/:
     model.safetensors  fp32 weights, random from a fixed seed
     golden.json        {"tokens": [40 ids], "logits": [[vocab numbers] for each position]},
                        from eager attention in fp32; nine digits give a float exactly
+and for DeepSeek-V3.2 golden_sparse.json, the same where the indexer selects 12 tokens.
 Norm weights and biases are random too, so a forward pass that leaves one out gives
 other logits. All attention is grouped-query; the shapes differ on purpose.
 """
 import argparse, json, math, os
 import torch
-from transformers import (AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig,
-                          LlamaForCausalLM, MistralConfig, MistralForCausalLM, MixtralConfig,
-                          MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
+from transformers import (AutoModelForCausalLM, DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config,
+                          DeepseekV3ForCausalLM, DeepseekV32Config, DeepseekV32ForCausalLM, Gemma2Config,
+                          Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Glm4MoeLiteConfig,
+                          Glm4MoeLiteForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
+                          MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
                           Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
+from transformers.models.deepseek_v32 import modeling_deepseek_v32 as dsa
 
 COMMON = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, max_position_embeddings=512,
               bos_token_id=0, eos_token_id=1)
@@ -25,6 +29,10 @@ COMMON = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, max_position_
 SMALL = dict(vocab_size=48, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
              max_position_embeddings=256, bos_token_id=0, eos_token_id=1, rms_norm_eps=1e-5,
              tie_word_embeddings=True)
+
+LATENT = dict(vocab_size=48, hidden_size=32, intermediate_size=40, moe_intermediate_size=24, num_hidden_layers=2,
+              num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+              max_position_embeddings=256, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False)
 
 MODELS = {
     # A separate output head; head_dim = hidden / heads.
@@ -91,6 +99,41 @@ MODELS = {
         **(SMALL | dict(num_hidden_layers=3)), num_attention_heads=2, num_key_value_heads=1, head_dim=16,
         sliding_window=7, query_pre_attn_scalar=24, attn_logit_softcapping=1.5, final_logit_softcapping=2.0,
         rope_parameters=dict(rope_type="default", rope_theta=10000.0))),
+    # Latent attention: with a plain q_proj and the best experts of all; then with a latent of q and
+    # experts of the best groups.
+    "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config(
+        **LATENT, q_lora_rank=None, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=2,
+        first_k_dense_replace=1, routed_scaling_factor=1.5,
+        rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, beta_fast=4.0, mscale=0.707,
+                             mscale_all_dim=0.707, original_max_position_embeddings=32))),
+    "deepseek_v2_groups": (DeepseekV2ForCausalLM, DeepseekV2Config(
+        **LATENT, q_lora_rank=24, n_routed_experts=6, num_experts_per_tok=3, n_shared_experts=1,
+        first_k_dense_replace=0, routed_scaling_factor=2.0, topk_method="group_limited_greedy", n_group=3,
+        topk_group=2, attention_bias=True, rope_parameters=dict(rope_type="default", rope_theta=10000.0))),
+    # YaRN turns q and k with a factor of its own, and has another one for the scale.
+    "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config(
+        **LATENT, q_lora_rank=24, n_routed_experts=8, num_experts_per_tok=3, n_shared_experts=1,
+        first_k_dense_replace=1, routed_scaling_factor=2.5, n_group=4, topk_group=2,
+        rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, beta_fast=4.0, mscale=1.6,
+                             mscale_all_dim=0.8, original_max_position_embeddings=32))),
+    # Pairs of the rotation lie apart; no weights of experts sum to 1.
+    "deepseek_v3_apart": (DeepseekV3ForCausalLM, DeepseekV3Config(
+        **LATENT, q_lora_rank=None, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1,
+        first_k_dense_replace=1, routed_scaling_factor=1.5, n_group=1, topk_group=1, norm_topk_prob=False,
+        rope_interleave=False, attention_bias=True,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0))),
+    # Another epsilon than that of the latents' norms.
+    "glm4_moe_lite": (Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig(
+        **(LATENT | dict(rms_norm_eps=1e-3)), q_lora_rank=24, n_routed_experts=4, num_experts_per_tok=2,
+        n_shared_experts=1, routed_scaling_factor=1.8,
+        rope_parameters=dict(rope_type="default", rope_theta=1000000.0))),
+    # The indexer selects all 40 tokens; golden_sparse.json has what it gives when it selects 12.
+    "deepseek_v32": (DeepseekV32ForCausalLM, DeepseekV32Config(
+        **LATENT, q_lora_rank=24, n_routed_experts=8, num_experts_per_tok=3,
+        n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.5, n_group=4, topk_group=2,
+        index_topk=64, index_head_dim=32, index_n_heads=8,
+        rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, beta_fast=4.0, mscale=1.0,
+                             mscale_all_dim=1.0, original_max_position_embeddings=32))),
 }
 
 
@@ -107,11 +150,48 @@ def randomise(model):
             weight.mul_(0.2)
         else:
             weight.mul_(1.5 / math.sqrt(weight.shape[-1]))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_().mul_(0.2)
 
 
 @torch.no_grad()
 def logits_of(model, tokens):
     return model.eval()(torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+
+def rotated_and_rounded(x):
+    """What DeepSeek's kernel makes of index keys and queries: multiplied by Hadamard's matrix, then rounded to
+    8-bit floats with a power of two as the scale of each row."""
+    size = x.shape[-1]
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while matrix.shape[0] < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    x = (x.double() @ matrix * size**-0.5).float()
+    scale = torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448)))
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+class SparseIndexer(dsa.DeepseekV32Indexer):
+    """DeepSeek's indexer as published: transformers leaves out the rotation and the rounding."""
+    topk, margin = 12, math.inf
+
+    @torch.no_grad()
+    def forward(self, hidden_states, q_resid, position_embeddings, attention_mask, *args, **kwargs):
+        batch, length, _ = hidden_states.shape
+        cos, sin = position_embeddings
+        q = self.wq_b(q_resid).view(batch, length, self.n_heads, self.head_dim)
+        k = self.k_norm(self.wk(hidden_states)).unsqueeze(2)
+        turned = [x[..., :self.qk_rope_head_dim] for x in (q, k)]
+        turned = dsa.apply_rotary_pos_emb(*turned, cos, sin, unsqueeze_dim=2)
+        q, k = (rotated_and_rounded(torch.cat([a, x[..., self.qk_rope_head_dim:]], -1)) for a, x in zip(turned, (q, k)))
+        weights = self.weights_proj(hidden_states).double() * self.n_heads**-0.5 * self.head_dim**-0.5
+        scores = torch.einsum("bshd,btd->bsht", q.double(), k.squeeze(2).double()).relu()
+        scores = torch.einsum("bsh,bsht->bst", weights, scores) + attention_mask
+        best, indices = scores.sort(dim=-1, descending=True, stable=True)  # of equal scores the earlier token wins
+        margins = (best[:, self.topk:, self.topk - 1] - best[:, self.topk:, self.topk]).flatten()
+        SparseIndexer.margin = min(SparseIndexer.margin, margins[margins > 0].min().item())
+        return indices[..., :self.topk].to(torch.int32)
 
 
 def write_old_style(path):
@@ -156,6 +236,14 @@ def main():
         if name == "llama":
             write_old_style(os.path.join(folder, "config.json"))
         write_golden(os.path.join(folder, "golden.json"), tokens, logits)
+        if name == "deepseek_v32":
+            for layer in model.model.layers:
+                layer.self_attn.indexer.__class__ = SparseIndexer
+            sparse = logits_of(model, tokens)
+            write_golden(os.path.join(folder, "golden_sparse.json"), tokens, sparse)
+            print(f"{name}: sparse logits differ by {(sparse - logits).abs().max().item():.3f}, margin of the last "
+                  f"selected token {SparseIndexer.margin:.1e}")
+            assert SparseIndexer.margin > 1e-5
 
         again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         error = (logits_of(again, tokens) - logits).abs().max().item()

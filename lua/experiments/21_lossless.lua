@@ -22,7 +22,7 @@
 --                   one answer or in four rounds of drafts and checks
 --
 -- model: recall, the small trained model of this project; what ./kvlab get fetched, such
--- as smollm2; or a shape with random weights, 8b or small. Random weights say nothing
+-- as smollm2; or a shape with random weights (models/shapes.lua). These say nothing
 -- about what is right, so accept is set by hand then: a drafted token is right with this
 -- probability. A policy "quest reused" makes one selection for all tokens of a draft.
 -- temperature: at which a trained model's tokens are drawn; 0, its likeliest ones.

@@ -151,12 +151,13 @@ local function weights(folder, q)
     end
     return false
   end
-  local function unread()
+  local function unread(is_left_out)
     need()
     for _, name in ipairs(names()) do
       local is_harmless = name:find "rotary_emb%.inv_freq$" -- as old versions wrote
         or q and (name:find "%.activation_scale$" or name:find "%.input_scale$")
-      if not seen[name] and not is_harmless then return name end
+      if not seen[name] and not is_harmless
+        and not (is_left_out and is_left_out(name)) then return name end
     end
   end
   return { has = has, read = read, unread = unread }
@@ -182,8 +183,9 @@ end
 ---@field has fun(name: string): boolean   whether it has a tensor
 ---@field read fun(name: string, device: kvlab.Device, dtype: string, shape: integer[]):
 --              kvlab.Tensor  a tensor, cast to dtype; its shape is checked
----@field unread fun(): string|nil  the name of a tensor that was not read yet, and that
---                                  may change what the model computes
+---@field unread fun(is_left_out?: fun(name: string): boolean): string|nil  the name of a
+--              tensor that was not read yet, that may change what the model computes, and
+--              for which is_left_out(name) is not true
 
 --- The tokens that end a text by a folder's generation_config.json; nil if it does not
 -- say. What else stands there is how transformers samples; here a request says that.
@@ -247,7 +249,7 @@ function M.random(fields, seed)
   local drawn = 0
   local function read(name, device, dtype, shape)
     if #shape == 1 then
-      return kv.full(device, dtype, shape, name:find "norm" and 1 or 0)
+      return kv.full(device, dtype, shape, name:find "norm%.weight$" and 1 or 0)
     end
     drawn = drawn + 1
     return kv.randn(device, dtype, shape,

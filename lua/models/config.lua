@@ -2,8 +2,9 @@
 -- config class takes for one that is left out. `./kvlab run tools/fields.lua` makes the
 -- table in docs/models.md from it; spec/models/fields_spec.lua changes every field and
 -- compares with transformers.
--- Source  transformers 5.23, models/*/configuration_*.py and configuration_utils.py;
---         config.json of models on the Hugging Face hub, for what older versions wrote
+-- Source  transformers 5.23, of families with latents 5.24: models/*/configuration_*.py;
+--         configuration_utils.py; config.json of models on the Hugging Face hub, for what
+--         older versions wrote
 local fields = require "models.fields"
 local options = require "kvlab.options"
 local rope = require "models.rope"
@@ -103,6 +104,38 @@ local CAUSAL = nullable { "false: a token sees no later one",
 local SILU = known(only "silu", "silu")
 local GELU = known(only "gelu_pytorch_tanh", "gelu_pytorch_tanh")
 local CAP = positive(1e6)
+local FACTOR = positive(1e6)
+
+--- A size of a latent or of a rotated part, of which kernels take multiples of 8.
+local LATENT = { "a multiple of 8 from 8 to 568", function(x)
+  return type(x) == "number" and x >= 8 and x <= 568 and x % 8 == 0
+end }
+local KINDS_OF_LAYERS = { "a list of dense and sparse", function(x)
+  return options.list_of(options.one_of("dense", "sparse"))[2](x)
+end }
+local ALL_INDEXED = { "a list of indexed_attention", function(x)
+  return options.list_of(only "indexed_attention")[2](x)
+end }
+
+--- A family whose cache holds latents (lua/models/deepseek.lua): its own fields in place
+-- of those that these families have in common.
+local function latent_family(sizes, own)
+  local all = {
+    hidden_act = SILU, attention_bias = known(BOOLEAN, false),
+    kv_lora_rank = known(LATENT, 512), qk_rope_head_dim = known(LATENT, 64),
+    qk_nope_head_dim = known(COUNT, 128), v_head_dim = known(COUNT, 128),
+    qk_head_dim = known(COUNT), n_routed_experts = known(COUNT),
+    num_experts_per_tok = known(COUNT, 8), first_k_dense_replace = known(options.whole),
+    moe_layer_freq = known(only(1)), num_nextn_predict_layers = known(options.whole),
+    topk_method = known(only "noaux_tc", "noaux_tc"),
+    scoring_func = known(only "sigmoid", "sigmoid"),
+    auto_map = fields.harmless "what the folder's code computes is computed here",
+    ep_size = fields.harmless "training", seq_aux = fields.harmless "training",
+    aux_loss_alpha = fields.harmless "training",
+  }
+  for name, field in pairs(own) do all[name] = field end
+  return family(sizes, all)
+end
 
 --- model_type -> its fields.
 ---@type table<string, table<string, models.Field>>
@@ -162,6 +195,46 @@ M.FAMILIES = {
     rope_theta = known(rope.THETA, 1000000),
     final_logit_softcapping = nullable(CAP), use_bidirectional_attention = CAUSAL,
     attn_logit_softcapping = nullable(nothing "transformers overlooks it in Gemma 3"),
+  }),
+  deepseek_v2 = latent_family({ 102400, 4096, 11008, 32, 32, 2048 }, {
+    q_lora_rank = nullable(COUNT, 1536), num_experts = known(COUNT),
+    n_shared_experts = known(COUNT, 2), num_experts_per_tok = fields.required(COUNT),
+    moe_intermediate_size = known(COUNT, 1407), routed_scaling_factor = known(FACTOR, 1),
+    n_group = nullable(COUNT), topk_group = nullable(COUNT),
+    first_k_dense_replace = known(options.whole, 0),
+    topk_method = known(options.one_of("greedy", "group_limited_greedy"), "greedy"),
+    scoring_func = known(only "softmax", "softmax"),
+    norm_topk_prob = nullable(only(false), false), rope_interleave = known(only(true)),
+  }),
+  deepseek_v3 = latent_family({ 129280, 7168, 18432, 61, 128, 4096 }, {
+    q_lora_rank = nullable(COUNT, 1536), num_local_experts = known(COUNT),
+    num_key_value_heads = nullable(COUNT, 128), n_shared_experts = known(COUNT, 1),
+    moe_intermediate_size = known(COUNT, 2048),
+    routed_scaling_factor = known(FACTOR, 2.5), n_group = known(COUNT, 8),
+    topk_group = known(COUNT, 4), first_k_dense_replace = known(options.whole, 3),
+    norm_topk_prob = nullable(BOOLEAN, true), rope_interleave = nullable(BOOLEAN, true),
+    num_mtp_layers = known(options.whole),
+  }),
+  deepseek_v32 = latent_family({ 129280, 7168, 18432, 61, 128, 163840 }, {
+    q_lora_rank = known(COUNT, 1536), num_local_experts = known(COUNT),
+    num_experts = nullable(COUNT), num_key_value_heads = known(COUNT, 128),
+    n_shared_experts = known(COUNT, 1), moe_intermediate_size = known(COUNT, 2048),
+    routed_scaling_factor = known(FACTOR, 2.5), n_group = known(COUNT, 8),
+    topk_group = known(COUNT, 4), first_k_dense_replace = known(options.whole, 3),
+    mlp_layer_types = nullable(KINDS_OF_LAYERS), layer_types = nullable(ALL_INDEXED),
+    norm_topk_prob = known(BOOLEAN, true), rope_interleave = known(only(true)),
+    index_topk = known(COUNT, 2048), index_n_heads = known(COUNT, 64),
+    index_head_dim = known(options.one_of(32, 64, 128), 128),
+  }),
+  glm4_moe_lite = latent_family({ 154880, 2048, 10240, 47, 20, 202752 }, {
+    q_lora_rank = nullable(COUNT, 768), qk_nope_head_dim = known(COUNT, 192),
+    v_head_dim = known(COUNT, 256), num_local_experts = known(COUNT),
+    num_key_value_heads = known(COUNT, 20), n_shared_experts = known(COUNT, 1),
+    num_experts_per_tok = known(COUNT, 4), moe_intermediate_size = known(COUNT, 1536),
+    routed_scaling_factor = known(FACTOR, 1.8), n_group = known(COUNT, 1),
+    topk_group = known(COUNT, 1), mlp_layer_types = nullable(KINDS_OF_LAYERS),
+    norm_topk_prob = known(BOOLEAN, true), rope_interleave = known(BOOLEAN, true),
+    rms_norm_eps = known(EPS, 1e-5),
   }),
 }
 

@@ -24,7 +24,9 @@
 --   engine = engine.new           this file's, so that `model:engine { … }` works
 --   device, dtype                 where it computes, and the dtype of its activations
 --   config                        layers, heads, kv_heads and head_dim: the shape of its
---                                 attention; hidden: numbers of a token's state; vocab
+--                                 attention; value_dim, if values are the first numbers
+--                                 of their keys; hidden: numbers of a token's state;
+--                                 vocab
 --   attention_options             options of kv.attention that the family needs, such as
 --                                 inv_freq, scale or alibi; may be left out
 --   buffers(self)                 a table: how many numbers each activation has for one
@@ -147,7 +149,7 @@ function M.new(model, o)
     device = device, format = o.format or dtype, layers = c.layers,
     blocks = o.blocks or 1024, block_size = o.block_size or 16, kv_heads = c.kv_heads,
     tables = o.tables or o.policy and o.policy.evict and "head" or nil,
-    head_dim = c.head_dim, offload = o.offload
+    head_dim = c.head_dim, value_dim = c.value_dim, offload = o.offload
       and merged({ max_seqs = self.max_seqs, max_tokens = rows }, o.offload) or nil,
   }
   self:use_attention(new_attention(self, o.policy, o.prefill_policy, o.draft_policy,

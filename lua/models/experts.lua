@@ -1,6 +1,7 @@
---- A layer of experts, as Mixtral and Qwen3-MoE have in place of one MLP. A router gives
--- every expert a probability; the best `active` of them compute, and their results are
--- added with these weights.
+--- A layer of experts, as Mixtral, Qwen3-MoE and DeepSeek have in place of one MLP. A
+-- router (lua/models/router.lua) chooses `active` of them for each token, and their
+-- results are added with its weights. Shared experts, which DeepSeek has beside them,
+-- compute every token; together they are one MLP.
 --
 -- A step must not wait for the device, which alone knows what the router chose. So every
 -- expert computes every token, and those that were not chosen get the weight 0. This
@@ -8,24 +9,45 @@
 -- the weights of all experts. Experts stand in groups, whose matrices are one: a product
 -- for gate, one for up, and one for down that adds the experts of the group, too.
 -- Source  Jiang et al. 2024, arXiv:2401.04088; Qwen3 Technical Report, arXiv:2505.09388
+local checkpoint = require "models.checkpoint"
 local fields = require "models.fields"
 local kv = require "kvlab"
+local router = require "models.router"
 
-local C, check, refuse = kv.C, kv.check, fields.refuse
+local refuse = fields.refuse
 local M = {}
 
 local WIDTH = 8192 -- rows of a group's matrix, and numbers of an activation, at most
 
---- How many experts a layer has: the field has two names.
+--- How many experts a layer has: the field has several names.
 local function count_of(path, values, default)
-  local a, b = values.num_local_experts, values.num_experts
-  if a and b and a ~= b then
-    refuse(path, "num_experts", b, ("that of num_local_experts, %d"):format(a))
+  local count, first
+  for _, name in ipairs { "n_routed_experts", "num_local_experts", "num_experts" } do
+    local given = values[name]
+    if given and count and given ~= count then
+      refuse(path, name, given, ("that of %s, %d"):format(first, count))
+    elseif given and not count then
+      count, first = given, name
+    end
   end
-  return a or b or default
+  return count or default, first or "num_experts"
 end
 
---- What a config says about experts.
+--- Completes x, whose count, active and inner are known: how many experts form a group.
+---@param name string  of the field that says how many there are
+local function complete(path, x, name)
+  if x.active > x.count then
+    refuse(path, "num_experts_per_tok", x.active, ("at most %d, the %s"):format(x.count,
+      name))
+  end
+  x.group = x.count
+  while x.group > 1 and (x.group * x.inner > WIDTH or x.count % x.group > 0) do
+    x.group = x.group - 1
+  end
+  return x
+end
+
+--- What a config of Mixtral or Qwen3-MoE says about experts.
 ---@param path string      where it stands, for errors
 ---@param values table     as config.read gave them
 ---@param c table          the family's config, with layers, hidden and inner
@@ -35,19 +57,11 @@ end
 --                  it has experts
 function M.config(path, values, c, is_stacked)
   local is_mixtral = values.model_type == "mixtral"
-  local x = { is_mixtral = is_mixtral, is_stacked = is_stacked and true or false,
-    count = count_of(path, values, is_mixtral and 8 or 128),
-    active = values.num_experts_per_tok,
+  local count, name = count_of(path, values, is_mixtral and 8 or 128)
+  local x = complete(path, { is_mixtral = is_mixtral, count = count,
+    is_stacked = is_stacked and true or false, active = values.num_experts_per_tok,
     inner = is_mixtral and c.inner or values.moe_intermediate_size,
-    is_normed = is_mixtral or values.norm_topk_prob, is_in = {} }
-  if x.active > x.count then
-    refuse(path, "num_experts_per_tok", x.active, ("at most %d, the %s"):format(x.count,
-      values.num_local_experts and "num_local_experts" or "num_experts"))
-  end
-  x.group = x.count
-  while x.group > 1 and (x.group * x.inner > WIDTH or x.count % x.group > 0) do
-    x.group = x.group - 1
-  end
+    is_normed = is_mixtral or values.norm_topk_prob, is_in = {} }, name)
   local every, dense = values.decoder_sparse_step or 1, {}
   for _, layer in ipairs(values.mlp_only_layers or {}) do
     if layer >= c.layers then
@@ -56,6 +70,26 @@ function M.config(path, values, c, is_stacked)
     dense[layer] = true
   end
   for i = 0, c.layers - 1 do x.is_in[i] = not dense[i] and (i + 1) % every == 0 end
+  return x
+end
+
+--- What a config of DeepSeek or GLM says about experts.
+---@param path string
+---@param values table
+---@param o table  is_sigmoid, is_grouped: the router's; count: experts unless the config
+--                 says how many; is_in: by layer from 0, whether it has experts
+---@return table   # as config returns it, and shared: the width of the shared experts
+function M.config_shared(path, values, o)
+  local count, name = count_of(path, values, o.count)
+  local x = complete(path, { count = count, active = values.num_experts_per_tok,
+    inner = values.moe_intermediate_size, is_normed = values.norm_topk_prob,
+    is_sigmoid = o.is_sigmoid, is_exact = true, is_in = o.is_in,
+    shared = values.n_shared_experts * values.moe_intermediate_size,
+    factor = values.routed_scaling_factor ~= 1 and values.routed_scaling_factor
+      or nil }, name)
+  if o.is_grouped then
+    router.check_groups(path, values, x, o.is_sigmoid and 2 or 1)
+  end
   return x
 end
 
@@ -103,64 +137,67 @@ local function read_groups(read, x, at, part, rows, columns)
 end
 
 --- Reads the weights of a layer.
----@param read fun(name: string, shape: integer[]): kvlab.Tensor
+---@param read fun(name: string, shape: integer[], dtype?: string): kvlab.Tensor
 ---@param at string  what their names begin with
 function M.load(read, at, c)
   local x = c.experts
-  local router = x.is_mixtral and not x.is_stacked and "block_sparse_moe.gate.weight"
-    or "mlp.gate.weight"
-  return { config = x, router = read(at .. router, { x.count, c.hidden }),
-           gate = read_groups(read, x, at, "gate", x.inner, c.hidden),
-           up = read_groups(read, x, at, "up", x.inner, c.hidden),
-           down = read_groups(read, x, at, "down", c.hidden, x.inner) }
+  local gate = x.is_mixtral and not x.is_stacked and "block_sparse_moe.gate."
+    or "mlp.gate."
+  local w = { config = x, router = read(at .. gate .. "weight", { x.count, c.hidden }),
+              gate = read_groups(read, x, at, "gate", x.inner, c.hidden),
+              up = read_groups(read, x, at, "up", x.inner, c.hidden),
+              down = read_groups(read, x, at, "down", c.hidden, x.inner) }
+  if x.is_sigmoid then
+    w.bias = read(at .. gate .. "e_score_correction_bias", { x.count }, "f32")
+      :reshape { 1, x.count }
+  end
+  if x.shared then
+    local of = at .. "mlp.shared_experts."
+    w.shared_gate_up = checkpoint.stack(read, { of .. "gate_proj.weight",
+      of .. "up_proj.weight" }, { x.shared, x.shared }, c.hidden)
+    w.shared_down = read(of .. "down_proj.weight", { c.hidden, x.shared })
+  end
+  return w
 end
 
 --- Bytes of the weights, all of which a step reads.
 function M.bytes_read(w)
-  return w.router:bytes() + 3 * #w.gate * w.gate[1]:bytes()
+  local bytes = w.router:bytes() + 3 * #w.gate * w.gate[1]:bytes()
+  if w.bias then bytes = bytes + w.bias:bytes() end
+  if w.shared_down then
+    bytes = bytes + w.shared_gate_up:bytes() + w.shared_down:bytes()
+  end
+  return bytes
 end
 
 --- Numbers of each activation for one token.
 function M.buffers(c)
   local x = c.experts
   return { expert_gate = x.group * x.inner, expert_up = x.group * x.inner,
-           expert_out = c.hidden, routed = x.count }
+           expert_out = c.hidden, routed = x.count, expert_shared = x.shared }
 end
 
---- Activations of a step of n tokens. What the router computes with is f32.
+--- Activations of a step of n tokens.
 function M.views(c, device, buffers, n)
   local x = c.experts
-  local function of(dtype, ...) return kv.tensor(device, dtype, { ... }) end
-  local dtype, groups = buffers.routed:type(), x.count / x.group
+  local routed, groups = buffers.routed:narrow(0, n), x.count / x.group
+  local by_group = kv.tensor(device, routed:type(), { groups, n, x.group })
   local s = {
     gate = buffers.expert_gate:narrow(0, n), up = buffers.expert_up:narrow(0, n),
-    out = buffers.expert_out:narrow(0, n), routed = buffers.routed:narrow(0, n),
-    scores = of("f32", n, x.count), best = of("f32", n, x.active),
-    which = of("i32", n, x.active), sum = of("f32", n),
-    weights = of("f32", n, x.count), by_group = of(dtype, groups, n, x.group),
-    column = {},
+    out = buffers.expert_out:narrow(0, n), routed = routed, by_group = by_group,
+    shared = x.shared and buffers.expert_shared:narrow(0, n),
+    router = router.views(x, device, routed, n), column = {},
   }
-  s.sum_column = s.sum:reshape { n, 1 }
-  s.of_group = s.routed:reshape { n, groups, x.group }
+  s.of_group = routed:reshape { n, groups, x.group }
   s.each = s.gate:reshape { n, x.group, x.inner }
-  for g = 1, groups do s.column[g] = s.by_group:index(g - 1):reshape { n, x.group, 1 } end
+  for g = 1, groups do s.column[g] = by_group:index(g - 1):reshape { n, x.group, 1 } end
   return s
 end
 
 --- The weight of every expert for every token, in s.column.
 local function route(w, h, s)
-  local x = w.config
-  h:matmul_t(w.router, s.routed)
-  s.routed:cast("f32", s.scores)
-  s.scores:softmax(1, s.scores)
-  check(C.kvl_topk(s.scores, C.KVL_TOPK_LARGEST, s.best, s.which))
-  if x.is_normed then
-    s.best:sum(1, s.sum)
-    s.best:div(s.sum_column, s.best)
-  end
-  s.weights:fill_(0)
-  s.weights:scatter_(s.which, s.best)
-  s.weights:cast(s.routed:type(), s.routed)
+  router.route(w.config, w, h, s.router)
+  s.router.weights:cast(s.routed:type(), s.routed)
   s.of_group:transpose(0, 1, s.by_group)
 end
 
@@ -179,6 +216,9 @@ function M.forward(w, h, s, out)
       out:add(s.out, out)
     end
   end
+  if not w.shared_down then return end
+  kv.ops.linear(h, w.shared_gate_up, s.shared, "swiglu")
+  kv.ops.linear(s.shared, w.shared_down, out, "add")
 end
 
 return M

@@ -5,6 +5,7 @@
 local arguments = require "kvlab.arguments"
 local checkpoint = require "models.checkpoint"
 local config = require "models.config"
+local deepseek = require "models.deepseek"
 local fields = require "models.fields"
 local gemma = require "models.gemma"
 local llama = require "models.llama"
@@ -24,7 +25,9 @@ function M.load(name, o)
   if not config.FAMILIES[family] then
     fields.refuse(path, "model_type", family, fields.one_of(config.NAMES))
   end
-  return (family:find "^gemma" and gemma or llama).load(name, o)
+  local module = family:find "^gemma" and gemma or llama
+  if family:find "^deepseek" or family == "glm4_moe_lite" then module = deepseek end
+  return module.load(name, o)
 end
 
 arguments.functions(M, "families", { load = { name = options.string } })

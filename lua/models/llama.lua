@@ -197,7 +197,9 @@ end
 local function build(c, o, file, line, class)
   local device, dtype = kv.device(o.device), o.dtype or "bf16"
   class = class or Model
-  local function get(name, shape) return file.read(name, device, dtype, shape) end
+  local function get(name, shape, other)
+    return file.read(name, device, other or dtype, shape)
+  end
   local self = setmetatable({
     config = c, device = device, dtype = dtype, layers = {},
     attention_options = { inv_freq = kv.from(device, "f32", c.inv_freq),
@@ -361,18 +363,20 @@ end
 function Model:logits(states, out) linear(states, self.head, out, "plain") end
 
 --- What a family that is much like this one begins with, such as lua/models/gemma.lua.
-M.parts = { Model = Model, OPTIONS = LOAD, sizes_of = sizes_of, rotation = rotation,
-            local_layers = local_layers, load = load, attend = attend, outputs = outputs }
+M.parts = { Model = Model, OPTIONS = LOAD, RANDOM = RANDOM, sizes_of = sizes_of,
+            rotation = rotation, local_layers = local_layers, load = load,
+            attend = attend, outputs = outputs }
 
 arguments.functions(M, "llama", { load = { name = options.string },
                                   random = { given = options.table } })
 local BUFFERS = options.like("buffers of a step", "x", "h", "gated", "attended", "qkv")
 local VIEWS = options.like("views of a step", "x", "h", "gated", "attended_rows", "qkv")
+local STATES = options.like("views of a step", "x", "h") -- those of any family
 arguments.methods(Model, "a model", {
   views = { buffers = BUFFERS, n = options.count },
-  embed = { tokens = kinds.tensor, s = VIEWS },
+  embed = { tokens = kinds.tensor, s = STATES },
   forward_layer = { i = options.whole, s = VIEWS, attention = objects.attention },
-  states = { s = VIEWS }, logits = { states = kinds.tensor, out = kinds.tensor },
+  states = { s = STATES }, logits = { states = kinds.tensor, out = kinds.tensor },
 })
 
 return M

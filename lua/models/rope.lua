@@ -83,6 +83,7 @@ function M.check(path, given, o)
   elseif kind == "yarn" then
     trained = trained or o.max_position_embeddings
     -- Without a factor of its own, YaRN stretches to max_position_embeddings.
+    rope.is_inferred = rope.factor == nil
     rope.factor = rope.factor or o.max_position_embeddings / trained
   elseif kind == "dynamic" then
     trained = o.max_position_embeddings
@@ -128,6 +129,19 @@ local function yarn_attention(rope)
       / yarn_scale(rope.factor, rope.mscale_all_dim)
   end
   return yarn_scale(rope.factor, 1)
+end
+
+--- What DeepSeek multiplies the scale of attention with, besides the factor of the turned
+-- q and k. 1 unless YaRN has mscale_all_dim.
+---@param path string  where it stands, for errors
+---@param rope table   as check returned it
+---@return number
+function M.scale_factor(path, rope)
+  if rope.kind ~= "yarn" or not rope.mscale_all_dim then return 1 end
+  if rope.is_inferred then
+    refuse(path, "factor", nil, "a number > 0, because there is mscale_all_dim")
+  end
+  return yarn_scale(rope.factor, rope.mscale_all_dim) ^ 2
 end
 
 --- The frequencies of the dim / 2 pairs of a head, 1 / theta^(2i/dim) unless they are

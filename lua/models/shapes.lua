@@ -1,14 +1,18 @@
 --- Models with random weights in the shape of well-known ones, for experiments that
 -- measure times: the time of a step does not depend on what the weights are.
 local arguments = require "kvlab.arguments"
+local deepseek = require "models.deepseek"
+local fields = require "models.fields"
 local llama = require "models.llama"
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
 
 local M = {}
 
--- 8b: Llama-3-8B. small: the same in little, for a CPU.
+-- 8b: Llama-3-8B. small: the same in little, for a CPU. glm-flash: GLM-4.7-Flash, which
+-- are the defaults of its family; in bf16 its weights take 60 GB.
 local SHAPES = {
+  ["glm-flash"] = { model_type = "glm4_moe_lite" },
   ["8b"] = { hidden_size = 4096, intermediate_size = 14336, num_hidden_layers = 32,
              num_attention_heads = 32, num_key_value_heads = 8, vocab_size = 128256 },
   small = { hidden_size = 512, intermediate_size = 1792, num_hidden_layers = 4,
@@ -21,18 +25,20 @@ local SHAPES = {
 function M.has(name) return SHAPES[name] ~= nil end
 
 --- A model of a shape, with random weights.
----@param keys table  model: "8b" or "small"; dtype, seed
+---@param keys table  model: "8b", "small" or "glm-flash"; dtype, seed
 ---@return table model
 function M.open(keys)
-  local config = { model_type = "llama", hidden_act = "silu", rope_theta = 500000,
-                   rms_norm_eps = 1e-5 }
   local shape = SHAPES[keys.model]
   if not shape then
     error(("model is %q, expected %s"):format(tostring(keys.model),
-      table.concat(sorted.keys(SHAPES), " or ")), 0)
+      fields.one_of(sorted.keys(SHAPES))), 0)
   end
+  local o = { dtype = keys.dtype, seed = keys.seed }
+  if shape.model_type then return deepseek.random(shape, o) end
+  local config = { model_type = "llama", hidden_act = "silu", rope_theta = 500000,
+                   rms_norm_eps = 1e-5 }
   for name, value in pairs(shape) do config[name] = value end
-  return llama.random(config, { dtype = keys.dtype, seed = keys.seed })
+  return llama.random(config, o)
 end
 
 --- The prompts that a text stands for: "8x32K" are 8 of 32768 tokens.

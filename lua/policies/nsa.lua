@@ -2,10 +2,11 @@
 -- tokens (or blocks) with the best scores. All heads share one list.
 -- Source  the sparse attention of DeepSeek-V3.2 (DSA), which SGLang's backend calls NSA.
 --         DSA trains its indexer on projections of the hidden state, weighs its heads by
---         each query and rotates the keys (Hadamard). This policy makes the index keys
---         from the model's own keys, all heads weigh the same unless index = "given", and
---         keys are rotated only with `rotate`; kvlab/index/landmarks.lua describes the
---         kinds that `index` may name
+--         each query and rotates the keys (Hadamard). With index = "model", for a model
+--         that was trained with DSA, this policy reads what that indexer makes. Otherwise
+--         it makes the index keys from the model's own keys, all heads weigh the same
+--         unless index = "given", and keys are rotated only with `rotate`;
+--         kvlab/index/landmarks.lua describes the kinds that `index` may name
 -- Score   sum over heads of relu(q . k). granularity = "block" scores a block by its best
 --         token. granularity = "token" selects the best tokens, as DSA does, and does so
 --         for each token of a prompt too; KV must then be on the device or, in decode,
@@ -47,11 +48,14 @@ return kv.policy.define {
                index_scale = "f32", rotate = false, index_layers = 1, seed = 0 },
   takes = { granularity = one_of("block", "token"), index_dim = count,
             index_layers = count,
-            index = one_of("key", "random", "given"),
+            index = one_of("key", "random", "given", "model"),
             index_scale = one_of("f32", "ue8m0") },
   aliases = { index_topk = "tokens" },
 
+  watches_prompt = function(o) return o.index == "model" end, -- it has no other keys
+
   init = function(self, shape)
+    self.reads_index = self.index == "model"
     local size = shape.block_size
     local least = math.max(self.sink + self.recent, self.min_blocks)
     self.landmarks = kv.landmarks(shape, { index = self.index, dim = self.index_dim,

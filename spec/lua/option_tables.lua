@@ -259,7 +259,8 @@ M["kv.policy.hold"] = {
 M["kv.attention"] = {
   good = function()
     return { cache = cache(), heads = 2, decode_policy = kv.policy "quest", scale = 0.5,
-             window = 0, soft_cap = 0, max_seqs = 2, max_blocks = 4 }
+             window = 0, soft_cap = 0, max_seqs = 2, max_blocks = 4,
+             index = { heads = 2, dim = 32 } }
   end,
   call = function(o) kv.attention(o) end,
 }
@@ -583,6 +584,20 @@ M["gemma.load"] = {
   good = function() return { device = "cpu", dtype = "bf16", context = 100 } end,
   call = function(o)
     require("models.gemma").load(kv.paths.root .. "/spec/data/hf/gemma3", o)
+  end,
+}
+M["deepseek.load"] = {
+  good = function() return { device = "cpu", dtype = "bf16", context = 100 } end,
+  call = function(o)
+    require("models.deepseek").load(kv.paths.root .. "/spec/data/hf/glm4_moe_lite", o)
+  end,
+}
+M["deepseek.random"] = {
+  good = function() return { device = "cpu", dtype = "bf16", seed = 1 } end,
+  call = function(o)
+    local json = require "kvlab.json"
+    local path = kv.paths.root .. "/spec/data/hf/deepseek_v32/config.json"
+    require("models.deepseek").random(json.decode(files.read(path)), o)
   end,
 }
 M["families.load"] = {

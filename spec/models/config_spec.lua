@@ -80,10 +80,10 @@ describe("a config", function()
   end)
 
   it("of another family is refused with the names of those that are known", function()
-    support.raises("config.json: model_type is gpt2, expected gemma2, gemma3_text, "
-      .. "llama, mistral, mixtral, qwen2, qwen3 or qwen3_moe", load, "llama",
-      { model_type = "gpt2" })
-    support.raises("config.json: model_type is nil, expected gemma2", load, "llama",
+    support.raises("config.json: model_type is gpt2, expected deepseek_v2, deepseek_v3, "
+      .. "deepseek_v32, gemma2, gemma3_text, glm4_moe_lite, llama, mistral, mixtral, "
+      .. "qwen2, qwen3 or qwen3_moe", load, "llama", { model_type = "gpt2" })
+    support.raises("config.json: model_type is nil, expected deepseek_v2", load, "llama",
       { model_type = false })
   end)
 

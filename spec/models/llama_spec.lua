@@ -2,6 +2,7 @@
 -- goldens), and the equalities that hold for every model: chunked, decoded, batched,
 -- forked. Tolerance: f32 against f32 over two layers, sums in another order: 2e-4 of
 -- logits that are O(1) to O(10).
+local families = require "models.families"
 local files = require "kvlab.files"
 local gemma = require "models.gemma"
 local kv = require "kvlab"
@@ -12,7 +13,9 @@ local temporary = require "spec.temporary"
 
 local NAMES = { "llama", "llama3", "qwen2", "qwen3", "yarn", "yarn_mscale", "dynamic",
                 "mistral", "qwen3_window", "mixtral", "qwen3_moe",
-                "qwen3_moe_some", "gemma2", "gemma3" }
+                "qwen3_moe_some", "gemma2", "gemma3", "deepseek_v2",
+                "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_apart",
+                "deepseek_v32", "glm4_moe_lite" }
 
 local function folder(name) return kv.paths.root .. "/spec/data/hf/" .. name end
 
@@ -30,7 +33,7 @@ end
 local function load(name, dev)
   -- the golden of `dynamic` is of 40 tokens read at once
   local o = { device = dev, dtype = "f32", context = name == "dynamic" and 40 or nil }
-  return (name:find "^gemma" and gemma or llama).load(folder(name), o)
+  return families.load(folder(name), o)
 end
 
 local function check(dev)

@@ -64,6 +64,11 @@ function IndexCache:layer(layer)
   return options.entry("index_cache", "layer", self.each, layer)
 end
 
+--- Copies whole blocks in every layer; from and to are i32 [n], of which -1 is skipped.
+function IndexCache:copy_blocks(from, to)
+  for layer = 0, self.layers - 1 do ops.copy_blocks(from, to, self.each[layer]) end
+end
+
 --- Bytes of a token in one layer.
 function IndexCache:bytes_token() return self.dim + 4 end
 
@@ -128,6 +133,7 @@ function IndexCache:logits(layer, q, weights, tables, lens, logits)
 end
 
 arguments.methods(IndexCache, "an index cache", {
+  copy_blocks = { from = kinds.tensor, to = kinds.tensor },
   gather = { places = kinds.tensor },
   queries = { q = kinds.tensor, weights = kinds.tensor },
 })

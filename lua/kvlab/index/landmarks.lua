@@ -1,7 +1,12 @@
 --- Landmarks: the small keys by which a policy finds tokens, and the queries that go with
 -- them. Both are made from the inputs of attention. The keys lie in an index-K cache that
--- follows the blocks of the KV cache. A model that was trained with an indexer
--- (DeepSeek-V3.2) makes them from its hidden state; here they are maps of its k and q:
+-- follows the blocks of the KV cache.
+--
+--   model    those that the model itself makes of its hidden state, because it was
+--            trained with an indexer (DeepSeek-V3.2). They are rotated by Hadamard's
+--            matrix and quantised with scales that are powers of two, as in its training
+--
+-- For other models they are maps of its k and q:
 --
 --   key      k of the KV heads, one next to the other if they fit into 128 dims, else
 --            means of neighbouring heads. A query head reads the part of its own KV head:
@@ -15,7 +20,6 @@ local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
 local index_cache = require "kvlab.index.index_cache"
 local indexer = require "kvlab.index.indexer"
-local is_a = require "kvlab.tensor.kinds"
 local objects = require "kvlab.memory.objects"
 local ops = require "kvlab.tensor.ops"
 local options = require "kvlab.options"
@@ -60,7 +64,7 @@ local function embed(self, q)
     :reshape { q:size(0), s.heads, -1 }
 end
 
--- ---- the three kinds ------------------------------------------------------------------
+-- ---- the four kinds -------------------------------------------------------------------
 
 local function refuse(fmt, ...) error("landmarks: " .. fmt:format(...), 0) end
 
@@ -138,30 +142,47 @@ function kinds.given(self, o)
   return dim, heads
 end
 
+--- Sets self.is_model: keys and queries come from the model.
+function kinds.model(self, o)
+  local index = self.shape.index
+  if not index then
+    refuse("index is model, but the model has no indexer, expected key, random or given")
+  elseif dim_for(index.dim) ~= index.dim then
+    refuse("the model's indexer has dim %d, expected 32, 64 or 128", index.dim)
+  end
+  self.is_model, o.rotate, o.scale = true, true, "ue8m0"
+  return index.dim, index.heads
+end
+
 -- ---- landmarks ------------------------------------------------------------------------
 
 local OPTIONS = {
-  index = options.required(options.one_of("key", "random", "given")), dim = options.count,
+  index = options.required(options.one_of("key", "random", "given", "model")),
+  dim = options.count,
   rotate = options.boolean, bits = options.one_of(2, 4, 8), scale = options.string,
   weights = options.table, seed = options.any_whole,
 }
 
 --- Landmarks for the KV cache of the shape that a policy gets.
 ---@param shape table  as policy.init gets it
----@param o table      index: key, random or given; dim (128) of random; rotate (false):
---                     rotates by Hadamard's matrix before quantising; bits (8; 4, 2) of
---                     keys; scale ("f32"; "ue8m0") of keys and queries, see index_cache;
---                     weights of given; seed (0) of random
+---@param o table      index: key, random, given or model, for which rotate and scale are
+--                     what the model was trained with; dim (128) of random; rotate
+--                     (false): rotates by Hadamard's matrix before quantising; bits (8;
+--                     4, 2) of keys; scale ("f32"; "ue8m0") of keys and queries, see
+--                     index_cache; weights of given; seed (0) of random
 ---@return kvlab.Landmarks
 function M.landmarks(shape, o)
   options.check("landmarks", o, OPTIONS)
   local self = setmetatable({ shape = shape }, Landmarks)
   local dim
-  dim, self.heads = kinds[o.index](self, { dim = o.dim or DIM_MAX, seed = o.seed or 0,
-                                           weights = o.weights })
+  local kind = { dim = o.dim or DIM_MAX, seed = o.seed or 0, weights = o.weights,
+                 rotate = o.rotate, scale = o.scale }
+  dim, self.heads = kinds[o.index](self, kind)
   self.cache = index_cache.index_cache { blocks = shape.blocks,
     layers = shape.memory_layers or shape.layers, block_size = shape.block_size,
-    dim = dim, rotate = o.rotate, bits = o.bits, scale = o.scale, device = shape.device }
+    dim = dim, rotate = kind.rotate, bits = o.bits, scale = kind.scale,
+    device = shape.device }
+  if self.is_model then shape.followers[self.cache] = true end
   return self
 end
 
@@ -182,12 +203,34 @@ local function update(self, ev)
     places:reshape { n * size }:cast "i64")
 end
 
+--- Writes the keys that the model made of new tokens. Those of copied blocks are copied
+-- with the blocks.
+local function update_given(self, ev)
+  if not ev.index then
+    refuse("blocks of layer %d came without the keys that the model's indexer made of "
+      .. "them, expected that all of a prompt is computed", ev.layer)
+  end
+  self.cache:append(memory_of(self, ev.layer), ev.index.k, ev.places)
+end
+
 --- Makes the keys of the blocks of an offload event, for all of their valid tokens: after
 -- a fork, a copied block is new to the index.
-function Landmarks:update(ev) tensor.scope(update, self, ev) end
+function Landmarks:update(ev)
+  if self.is_model then return update_given(self, ev) end
+  tensor.scope(update, self, ev)
+end
 
-local function queries(self, ctx, query)
+local function narrowed(t, first, count)
+  return t:size(0) == count and t or t:narrow(first, count)
+end
+
+local function queries(self, ctx, first, count)
   local unit, s = ctx.format:scales(ctx.layer), self.shape
+  if self.is_model then
+    return self.cache:queries(narrowed(ctx.index.q, first, count),
+      narrowed(ctx.index.weights, first, count))
+  end
+  local query = narrowed(ctx.query, first, count)
   local q = query:cast "f32"
   if unit then -- keys are in the units of their KV heads
     q = (q:reshape { q:size(0), s.kv_heads, s.heads / s.kv_heads, s.head_dim }
@@ -198,20 +241,22 @@ local function queries(self, ctx, query)
   return self.cache:queries(asks, weights)
 end
 
---- Queries in f8e4m3 and their weights, as logits take them. Both are new tensors.
----@param query kvlab.Tensor  [rows, heads, head_dim]
-function Landmarks:queries(ctx, query)
-  return tensor.scope(queries, self, ctx, query)
+--- Queries in f8e4m3 and their weights, as logits take them, of `count` rows of the step
+-- from `first` on. Both are new tensors.
+---@param first? integer  0
+---@param count? integer  all rows
+function Landmarks:queries(ctx, first, count)
+  return tensor.scope(queries, self, ctx, first or 0, count or ctx.query:size(0))
 end
 
 -- ---- blocks ---------------------------------------------------------------------------
 
 --- Logits of the tokens of some sequences' blocks: f32 [rows, blocks * block_size], -inf
 -- past lens[r]. A new tensor.
-local function logits_of(self, ctx, query, tables, lens)
-  local q8, weights = self:queries(ctx, query)
+local function logits_of(self, ctx, first, count, tables, lens)
+  local q8, weights = self:queries(ctx, first, count)
   local logits = tensor.full(self.shape.device, "f32",
-    { query:size(0), tables:size(1) * self.shape.block_size }, -math.huge)
+    { count, tables:size(1) * self.shape.block_size }, -math.huge)
   return self.cache:logits(memory_of(self, ctx.layer), q8, weights, tables, lens, logits)
 end
 
@@ -222,7 +267,7 @@ end
 
 local function score_decode(self, ctx)
   count_read(self, ctx)
-  return ctx:shared_by("max", logits_of(self, ctx, ctx.query, ctx.tables, ctx.lens)
+  return ctx:shared_by("max", logits_of(self, ctx, 0, ctx.seqs, ctx.tables, ctx.lens)
     :reshape { ctx.seqs, ctx.width, self.shape.block_size }, 2)
 end
 
@@ -238,8 +283,8 @@ function Landmarks:score(ctx)
   return ctx:score_sequences(function(i, first, count, n)
     local lens = tensor.full(s.device, "i32", { count }, n * s.block_size)
     local tables = ctx.tables:narrow(i, 1):reshape { ctx.width }:narrow(0, n)
-    local best = logits_of(self, ctx, ctx.query:narrow(first, count),
-      tables:reshape { 1, n }, lens):max(0):reshape { n, s.block_size }:max(1)
+    local best = logits_of(self, ctx, first, count, tables:reshape { 1, n }, lens)
+      :max(0):reshape { n, s.block_size }:max(1)
     return best + tensor.zeros(s.device, "f32", { s.kv_heads, 1 })
   end)
 end
@@ -280,7 +325,7 @@ local function select_rows(self, ctx, want, rows)
   if want.sink + want.recent > 0 then
     self.edit = self.edit or new_edit(size, want.sink, want.recent)
   end
-  local q8, weights = self:queries(ctx, rows.query)
+  local q8, weights = self:queries(ctx, rows.first, rows.count)
   return self.indexer:select_step { q = q8, weights = weights, tables = rows.tables,
     cache = self.cache:layer(memory_of(self, ctx.layer)), lens = rows.lens,
     max_len = rows.max_len,
@@ -295,7 +340,7 @@ local function select_each(self, ctx, want, out)
     local k = want.k(length)
     if count > 0 then
       local tokens = select_rows(self, ctx, want, { k = k, max_len = length,
-        query = ctx.query:narrow(first, count), tables = ctx.tables:narrow(i - 1, 1),
+        first = first, count = count, tables = ctx.tables:narrow(i - 1, 1),
         lens = tensor.arange(dev, "i32", count, length - count + 1) })
       local columns = tensor.zeros(dev, "i32", { count, 1 })
         + tensor.arange(dev, "i32", k)
@@ -323,8 +368,9 @@ local function select(self, ctx, want, out, same)
   end
   -- a step that is recorded now serves longer sequences later
   local records = C.kvl_device_is_recording(self.shape.device) == 1
-  select_rows(self, ctx, want, { k = out:size(1), query = ctx.query, tables = ctx.tables,
-    lens = ctx.lens, out = out, max_len = not records and ctx.total_kv_len or nil })
+  select_rows(self, ctx, want, { k = out:size(1), first = 0, count = out:size(0),
+    tables = ctx.tables, lens = ctx.lens, out = out,
+    max_len = not records and ctx.total_kv_len or nil })
 end
 
 local WANT = { k = options.required(options.callable),
@@ -358,7 +404,8 @@ end
 M.landmarks = arguments.of("landmarks", M.landmarks, { shape = objects.heads_shape })
 arguments.methods(Landmarks, "landmarks", {
   update = { ev = objects.event }, score = { ctx = objects.layer_context },
-  queries = { ctx = objects.layer_context, query = is_a.tensor },
+  queries = { ctx = objects.layer_context, first = options.optional(options.whole),
+              count = options.optional(options.whole) },
   select = { ctx = objects.layer_context, want = options.table },
 })
 

@@ -33,6 +33,8 @@ local M = {}
 ---@field dtype string         of keys and values that are read out of pages
 ---@field tier kvlab.Resident|kvlab.HostTier  where KV memory lies
 ---@field journal kvlab.Journal  what a failed step takes back
+---@field followers table      others with memory for each of its blocks, as keys: their
+--                             copy_blocks(from, to) copies along
 ---@field memory kvlab.Tensor  [layers, blocks, 2, kv_heads, block_size, head_dim], or u8
 --                             [layers, blocks, bytes] of int8, on the device or, with
 --                             offload, in pinned host memory; of tables by layer [1,
@@ -90,6 +92,7 @@ function M.cache(o)
     layers = o.layers, blocks = o.blocks, block_size = o.block_size,
     kv_heads = o.kv_heads, head_dim = o.head_dim,
     value_dim = o.value_dim or o.head_dim, layer_views = {},
+    followers = setmetatable({}, { __mode = "k" }),
     bytes_copied = 0, bytes_prefetched = 0,
   }, Cache)
   self.pages = o.blocks * self.cut_layers * self.cut_heads
@@ -224,6 +227,7 @@ function Cache:copy_blocks(from, to)
     self.tier:before_copy(layer, to)
     self.format:copy(from, to, self:layer(layer))
   end
+  for follower in pairs(self.followers) do follower:copy_blocks(from, to) end
   self.bytes_copied = self.bytes_copied + tonumber(from.count) * bytes_page(self)
 end
 

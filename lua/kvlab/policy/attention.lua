@@ -35,6 +35,12 @@ local tensor = require "kvlab.tensor.tensor"
 
 local M = {}
 
+---@class kvlab.Index  what an indexer of a model makes of new tokens. The logit of a
+--                    token for a query is the sum over heads of weight * relu(q . k)
+---@field q kvlab.Tensor        [tokens, heads, dim]
+---@field k kvlab.Tensor        [tokens, dim]
+---@field weights kvlab.Tensor  f32 [tokens, heads]
+
 ---@class kvlab.Attention
 ---@field cache kvlab.Cache
 ---@field prefill_policy table
@@ -46,6 +52,7 @@ local M = {}
 ---@field probe table|nil  the observer: its observe(attention, ctx, selection, counts,
 --                         listed, out) is called after each layer
 ---@field reads kvlab.Reads|nil  counts what decode steps read; a probe sets it
+---@field reads_index boolean|nil  a policy reads what the model's indexer makes
 local Attention = {}
 Attention.__index = Attention
 
@@ -77,6 +84,8 @@ local OPTIONS = {
   window = options.either(options.whole, options.list_of(options.whole, 1)),
   soft_cap = options.not_negative,
   max_seqs = options.count, max_blocks = options.count,
+  index = options.nested { heads = options.required(options.count),
+                           dim = options.required(options.count) },
   decode_through = options.one_of("ring", "hot"), draft_reuse = options.boolean,
 }
 
@@ -158,10 +167,12 @@ end
 --                 a query sees, itself included (0: all), or a list with one for each
 --                 layer: then a layer with a window reads all of it, and policies
 --                 select in the others; soft_cap of the scores (0: none), max_seqs (16),
---                 max_blocks of a sequence (all blocks of the cache); decode_through:
---                 "hot" or "ring", for a cache that has both ("hot"); draft_reuse: the
---                 draft policy selects in the first step of a draft alone, and the other
---                 steps read the same blocks, and the newest ones (false)
+--                 max_blocks of a sequence (all blocks of the cache); index: heads and
+--                 dim of the model's indexer, if it has one (none), see forward;
+--                 decode_through: "hot" or "ring", for a cache that has both ("hot");
+--                 draft_reuse: the draft policy selects in the first step of a draft
+--                 alone, and the other steps read the same blocks, and the newest ones
+--                 (false)
 ---@return kvlab.Attention
 function M.attention(o)
   o = options.check("attention", o, OPTIONS)
@@ -204,7 +215,8 @@ function M.attention(o)
     heads = o.heads / cache.cut_heads, block_size = cache.block_size,
     kv_heads = cache.kv_heads / cache.cut_heads, head_dim = cache.head_dim,
     cut_heads = cache.cut_heads, memory_layers = cache.layers / cache.cut_layers,
-    token_tallies = {},
+    token_tallies = {}, followers = cache.followers,
+    index = o.index,
     dtype = cache.dtype, format = cache.format, journal = cache.journal,
     scale = o.scale or 1 / math.sqrt(cache.head_dim),
     max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks),
@@ -215,6 +227,7 @@ function M.attention(o)
     policy.attach(p, self.shape)
     policy.add_with_nested(p, self.shape.keepers)
     self.emitting[#self.emitting + 1] = p.hook
+    self.reads_index = self.reads_index or p.reads_index
     if p.hook and cache.format.is_shared then
       options.fail(("attention: policy %s has a bias, a mask, a log_weight or emit, "
         .. "which do not go with values that are the first numbers of their keys")
@@ -480,11 +493,34 @@ local function check_query(self, q)
     :format(table.concat(q:dims(), ", "), heads, dim))
 end
 
+--- Gives the policies what the model's indexer made of the new tokens. With inv_freq, the
+-- first numbers of its queries and keys are rotated, in place.
+---@param step table  of which positions and places are: a batch, its cuts or its rows
+local function take_index(self, ctx, layer, index, step)
+  local ev, inv_freq = ctx.event, self.inv_freqs and self.inv_freqs[layer]
+  if type(index) ~= "table" or not tensor.is_tensor(index.q)
+    or not tensor.is_tensor(index.k) or not tensor.is_tensor(index.weights) then
+    options.fail(("forward: index is %s, expected q, k and weights of the model's "
+      .. "indexer, which a policy reads"):format(options.shown(index)))
+  end
+  if inv_freq then
+    ops.rope(index.q, step.positions, inv_freq)
+    ops.rope(index.k:reshape { index.k:size(0), 1, index.k:size(1) }, step.positions,
+      inv_freq)
+  end
+  ctx.index, ev.index, ev.places = index, index, step.places
+end
+
 --- Appends k, v [tokens, kv_heads, head_dim] and attends with q [tokens, heads,
 -- head_dim]. With inv_freq, q is rotated in place, and k may be. v is nil if values are
 -- the first numbers of their keys.
+--
+-- index is what the model's indexer made of the new tokens. It is needed while
+-- self.reads_index is true, and is ignored otherwise. With inv_freq, its q and k are
+-- rotated in place.
+---@param index? kvlab.Index
 ---@return kvlab.Tensor out  [tokens, heads, head_dim], or value_dim in place of it
-function Attention:forward(layer, q, k, v, out)
+function Attention:forward(layer, q, k, v, out, index)
   local ctx = self.context
   local ev, p, cuts = ctx.event, ctx.policy, ctx.batch and ctx.batch.cuts
   if not p then options.fail "forward: no step has begun, expected begin before" end
@@ -502,6 +538,7 @@ function Attention:forward(layer, q, k, v, out)
   end
   ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, cuts or ctx.batch,
     self.inv_freqs and self.inv_freqs[layer])
+  if self.reads_index then take_index(self, ctx, layer, index, cuts or ctx.batch) end
   if self.reuse_role ~= "again" then -- which asks no policy; the check calls the hook
     call_hook(self, ctx.is_prefill and "on_prefill_offload" or "on_decode_offload", ev,
       true)

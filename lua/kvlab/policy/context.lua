@@ -56,6 +56,7 @@ local M = {}
 ---@field checks_scores boolean    this step, scores that are all NaN are refused
 ---@field has_checked table        phases in which a step's scores have been checked
 ---@field reads kvlab.Reads|nil    counts what a decode step reads while it is observed
+---@field index table|nil          what the model's indexer made, see Attention:forward
 local Context = {}
 Context.__index = Context
 

@@ -16,7 +16,12 @@
 --     init(self, shape)                    once, when attached: make summaries. shape has
 --                                          device, layers, blocks, block_size, heads,
 --                                          kv_heads, head_dim, dtype, max_blocks (of a
---                                          sequence), scale (of q . k)
+--                                          sequence), scale (of q . k), and index: heads
+--                                          and dim, if the model has an indexer. A policy
+--                                          that sets self.reads_index here gets what the
+--                                          indexer made, see Attention:forward: in
+--                                          ctx.index and ev.index, and the places of its
+--                                          keys in ev.places
 --     on_prefill_offload(self, ev)         the K of some blocks is complete on the
 --                                          device:
 --     on_decode_offload(self, ev)          ev.layer; ev.blocks i32 [n]: the physical
@@ -117,7 +122,7 @@
 --                                          is uncounted: it takes part in no comparison
 --     watches_prompt = true                it needs the prompt's queries, or what their
 --                                          attention emits, so it cannot be attached
---                                          after the prefill
+--                                          after the prefill. A function gets the options
 --     eager = true                         its Lua decides at each step what to launch,
 --                                          so no graph can record it
 --     reset(self)                          forget everything
@@ -177,7 +182,8 @@ local AN_EXPRESSION = { "an expression", expression.is_expression }
 local FIELDS = {
   name = options.required(options.string), prefill = options.boolean,
   decode = options.boolean, defaults = options.table, takes = options.table,
-  aliases = options.table, watches_prompt = options.boolean, eager = options.boolean,
+  aliases = options.table, eager = options.boolean,
+  watches_prompt = options.either(options.boolean, options.fn),
   takes_less = options.boolean, prompt_only = options.boolean,
   own_bytes = options.either(options.not_negative, options.fn),
   summary = { "a table or a function", function(x)
@@ -533,6 +539,9 @@ function M.define(def)
       self.expressions = setmetatable({ fields = fields },
         { __index = class.expressions })
     end
+    if type(def.watches_prompt) == "function" then
+      self.watches_prompt = def.watches_prompt(self)
+    end
     M.note_use(setmetatable(self, class))
     return self
   end
@@ -673,6 +682,7 @@ local function put_inside(outer, name, inner)
     end
   end
   outer.watches_prompt = outer.watches_prompt or inner.watches_prompt
+  outer.reads_index = outer.reads_index or inner.reads_index
   outer.eager = outer.eager or inner.eager
   return inner
 end
