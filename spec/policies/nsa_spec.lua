@@ -50,6 +50,26 @@ describe("nsa by tokens", function()
       end
     end)
 
+    it("asks by means of neighbouring heads where there are more than 64", function()
+      for _, c in ipairs { { 128, 2 }, { 192, 1 }, { 128, 1 }, { 96, 8 } } do
+        local heads, kv_heads = unpack(c)
+        local each = heads == 192 and 3 or 2
+        local function ask(index, n, q)
+          return kv.landmarks({ device = dev, layers = 1, blocks = 2, block_size = 16,
+            heads = n, kv_heads = kv_heads, head_dim = 32, seqs = 1, max_blocks = 2 },
+            { index = index, dim = 64 }).asks(0, q)
+        end
+        local q = kv.randn(dev, "f32", { 3, heads, 32 }, { seed = heads })
+        local few = q:reshape { 3 * heads / each, each, 32 }:mean(1)
+          :reshape { 3, heads / each, 32 }
+        for _, index in ipairs { "random", "key" } do
+          local got = ask(index, heads, q)
+          assert.same({ 3, heads / each }, { got:size(0), got:size(1) })
+          support.close(got, ask(index, heads / each, few), 1e-5)
+        end
+      end
+    end)
+
     it("selects in every n-th layer, and attends to its tokens in those after it",
       function()
         for n = 1, 3 do

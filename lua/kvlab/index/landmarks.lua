@@ -10,7 +10,8 @@
 --
 --   key      k of the KV heads, one next to the other if they fit into 128 dims, else
 --            means of neighbouring heads. A query head reads the part of its own KV head:
---            logits are the sum over heads of relu(q . k)
+--            logits are the sum over heads of relu(q . k), or over means of neighbouring
+--            heads where there are more than 64
 --   random   the same keys through one random projection into `dim` dims, which keeps
 --            q . k on average
 --   given    linear maps of all of k and of all of q, and of q to the heads' weights
@@ -28,7 +29,7 @@ local tensor = require "kvlab.tensor.arithmetic"
 local M = {}
 
 local NOWHERE = -2 ^ 30 -- stays negative however many rows come before
-local DIM_MAX = 128
+local DIM_MAX, HEADS_MAX = 128, 64 -- of an index-K cache, and of an indexer's queries
 
 ---@class kvlab.Landmarks
 ---@field cache kvlab.IndexCache
@@ -64,6 +65,24 @@ local function embed(self, q)
     :reshape { q:size(0), s.heads, -1 }
 end
 
+--- How many neighbouring heads make one query of the indexer: the fewest that leave at
+-- most HEADS_MAX, without joining heads of different KV heads.
+local function joined(s)
+  local group = s.heads / s.kv_heads
+  for each = 1, group do
+    if group % each == 0 and s.heads / each <= HEADS_MAX then return each end
+  end
+  return group
+end
+
+--- q [rows, heads, dim], or means of neighbouring heads.
+local function join(self, q)
+  local each, heads = joined(self.shape), self.shape.heads
+  if each == 1 then return q end
+  return q:reshape { q:size(0) * heads / each, each, q:size(2) }:mean(1)
+    :reshape { q:size(0), heads / each, q:size(2) }
+end
+
 -- ---- the four kinds -------------------------------------------------------------------
 
 local function refuse(fmt, ...) error("landmarks: " .. fmt:format(...), 0) end
@@ -97,8 +116,8 @@ function kinds.key(self)
     k = each > 1 and k:mean(1) or k:reshape { n * groups, s.head_dim }
     return (places > groups and pick(k, groups, beside) or k):reshape { n, dim }
   end
-  function self.asks(_, q) return embed(self, q) end
-  return dim, s.heads
+  function self.asks(_, q) return join(self, embed(self, q)) end
+  return dim, s.heads / joined(s)
 end
 
 function kinds.random(self, o)
@@ -112,9 +131,10 @@ function kinds.random(self, o)
   function self.keys(k) return k:reshape { -1, all }:matmul(map) end
   function self.asks(_, q)
     local rows = q:size(0) * s.heads
-    return embed(self, q):reshape { rows, all }:matmul(map):reshape { -1, s.heads, dim }
+    return join(self, embed(self, q):reshape { rows, all }:matmul(map)
+      :reshape { -1, s.heads, dim })
   end
-  return dim, s.heads
+  return dim, s.heads / joined(s)
 end
 
 --- o.weights: k f32 [layers, kv_heads * head_dim, dim], q f32 [layers, heads * head_dim,

@@ -1,6 +1,7 @@
 --- Exams in long-context recall. The small trained model of this folder, or the one with
--- latent attention (lua/models/recall_latent), reads contexts with hidden needles once, then decodes questions about them under one policy after the
--- other. Every question is asked on its own fork of its context, or all on one fork.
+-- latent attention (lua/models/recall_latent), reads contexts with hidden needles once,
+-- then decodes questions about them under one policy after the other. Every question is
+-- asked on its own fork of its context, or all on one fork.
 --
 --   local exam = require "models.recall.exam"
 --   local sitting = exam.open { context = 4096, prompts = 8, needles = 32,
