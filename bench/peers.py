@@ -6,7 +6,7 @@
 
 Besides PyTorch (cuDNN, FlashAttention 2, eager and compiled), these are measured where this
 Python has them: FlashInfer, FlashAttention 3 (flash_attn_interface or sgl_kernel), vLLM,
-DeepGEMM and transformers. A peer that is not here is a row that says why, and is named again
+DeepGEMM, FlashMLA and transformers. A peer that is not here is a row that says why, and is named again
 at the end. Every result is checked first, against another way to compute some of its rows.
 
 Times are medians of 31 between events, after an untimed 100 ms and, before each repeat, a
@@ -30,6 +30,7 @@ except ImportError as problem:
     sys.exit(f"peers.py needs PyTorch 2.3 or later: {problem}")
 
 import peer_attention  # noqa: E402
+import peer_latent  # noqa: E402
 import peer_others  # noqa: E402
 from peer_base import Missing  # noqa: E402
 
@@ -69,6 +70,7 @@ def cases():
     """(id, the name of our row, what makes the case)"""
     yield from peer_attention.cases()
     yield from peer_others.cases()
+    yield from peer_latent.cases()
 
 
 def measure(case, make, timer, found):

@@ -34,6 +34,12 @@
 -- and moved_share are what is held and moved (docs/experiments.md); --over=held_share
 -- shows one of them in the place of bytes_share. format: f32, f16, bf16, f8e4m3 or int8
 -- is what K and V are kept in.
+--
+-- model: recall, or recall_latent, whose attention is over latents (MLA) and has an
+-- indexer that was trained with it (DSA). Policies that read values or evict are refused
+-- there. What the policy nsa selects with: granularity (block or token) and index (key,
+-- random or model). So --set model=recall_latent --set policy=nsa --set
+-- granularity=token --set index=model is the model's own selection.
 local costs = require "kvlab.experiment.costs"
 local kv = require "kvlab"
 local exam = require "models.recall.exam"
@@ -52,7 +58,7 @@ local function exam_of(config)
   local o = { offload = offload_of(config.memory, exam.QUERIES
     * math.ceil((config.context + 8) / config.block_size)) }
   for _, name in ipairs { "context", "prompts", "needles", "block_size", "seed",
-                          "question", "format" } do
+                          "question", "format", "model" } do
     o[name] = config[name]
   end
   if kv.policy(config.policy).evict then o.tables = config.tables end
@@ -60,14 +66,18 @@ local function exam_of(config)
 end
 
 local function policy_of(config)
-  return kv.policy(config.policy, config.policy ~= "full" and
+  local options = config.policy ~= "full" and
     { [config.unit] = config.budget, sink = 1, recent = 2, min_blocks = 0,
-      split = config.split ~= "even" and config.split or nil } or nil)
+      split = config.split ~= "even" and config.split or nil } or nil
+  if config.policy == "nsa" then
+    options.granularity, options.index = config.granularity, config.index
+    if config.granularity == "token" then options.sink, options.recent = 0, 0 end
+  end
+  return kv.policy(config.policy, options)
 end
 
 local function check(config)
-  policy_of(config)
-  exam.check(exam_of(config))
+  exam.check(exam_of(config), policy_of(config))
 end
 
 local function run(config)
@@ -95,7 +105,8 @@ kv.experiment.run {
   },
   defaults = { prompts = 8, needles = 32, block_size = 16, memory = "resident",
                question = "decode", unit = "ratio", format = "bf16",
-               split = "even", tables = "head" },
+               split = "even", tables = "head", model = "recall",
+               granularity = "block", index = "key" },
   quick = { context = { 512, 1024 }, prompts = 2 },
   proportions = { accuracy = "questions", "attention_mass", "bytes_share",
                   "held_share" },

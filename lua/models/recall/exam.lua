@@ -1,5 +1,5 @@
---- Exams in long-context recall. The small trained model of this folder reads contexts
--- with hidden needles once, then decodes questions about them under one policy after the
+--- Exams in long-context recall. The small trained model of this folder, or the one with
+-- latent attention (lua/models/recall_latent), reads contexts with hidden needles once, then decodes questions about them under one policy after the
 -- other. Every question is asked on its own fork of its context, or all on one fork.
 --
 --   local exam = require "models.recall.exam"
@@ -7,9 +7,9 @@
 --                               block_size = 16, seed = 1 }
 --   local result = sitting:ask(kv.policy("quest", { ratio = 0.05 }))
 local arguments = require "kvlab.arguments"
+local families = require "models.families"
 local formats = require "kvlab.memory.formats"
 local kv = require "kvlab"
-local llama = require "models.llama"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
 local prompts = require "models.recall.prompts"
@@ -22,7 +22,7 @@ local M = {}
 -- needles, one for each needle.
 M.QUERIES = 16
 
-local model -- loaded at its first use
+local models = {} -- loaded at their first use
 
 ---@class models.recall.Exam
 ---@field engine models.Engine
@@ -55,13 +55,27 @@ local OPTIONS = {
   hops = options.count, even = options.boolean, offload = OFFLOAD,
   tables = options.one_of("one", "layer", "head"),
   format = options.one_of(unpack(formats.NAMES)),
+  model = options.one_of("recall", "recall_latent"),
 }
 
---- Raises unless an exam can be opened with these options.
+local function model_of(o)
+  local name = o.model or "recall"
+  models[name] = models[name]
+    or families.load(("%s/lua/models/%s"):format(kv.paths.root, name))
+  return models[name]
+end
+
+--- Raises unless an exam can be opened with these options, and its questions asked with
+-- `policy`.
 ---@param o table  see open
-function M.check(o)
+---@param policy? table
+function M.check(o, policy)
   o = options.check("exam.check", o, OPTIONS)
   prompts.check(o.context, o.needles)
+  if not policy or (o.model or "recall") == "recall" then return end
+  local engine = model_of(o):engine { policy = policy, blocks = 1, chunk = 1,
+    max_seqs = 1, block_size = o.block_size, format = o.format, tables = o.tables }
+  engine.cache:close()
 end
 
 --- Reads contexts densely.
@@ -72,14 +86,15 @@ end
 --                 (4) for a question, each decoded behind those before it and their given
 --                 answers. In a chain the answer to one names the key of the next, and
 --                 the last answer counts; in a sum all answers are added, and the sum
---                 counts. The exam does the naming and adding ("decode"); even: spreads
+--                 counts. The exam does the naming and adding ("decode"); model:
+--                 "recall_latent", whose attention is over latents, with an indexer
+--                 of its own ("recall"); even: spreads
 --                 the needles evenly (false); offload: keeps KV in host memory, with
 --                 these options of kv.cache's offload; tables, format: of the cache
 --                 ("one", bf16)
 ---@return models.recall.Exam
 function M.open(o)
   o = options.check("exam.open", o, OPTIONS)
-  model = model or llama.load(kv.paths.root .. "/lua/models/recall")
   local in_turn = o.question == "chain" or o.question == "sum"
   local hops = in_turn and (o.hops or 4) or 1
   if o.hops and not in_turn then
@@ -92,7 +107,7 @@ function M.open(o)
   local blocks = math.ceil((o.context + tail) / o.block_size)
   local self = setmetatable({ prompts = {}, seqs = {}, question = o.question,
     hops = hops, questions = math.min(M.QUERIES, math.floor(o.needles / hops)) }, Exam)
-  self.engine = model:engine {
+  self.engine = model_of(o):engine {
     blocks = o.prompts * blocks + ((o.tables or "one") == "one"
       and M.QUERIES * (2 + math.ceil(6 * hops / o.block_size))
       or (M.QUERIES + 1) * blocks), -- where tokens are evicted, forks copy all blocks
