@@ -30,7 +30,7 @@ SMALL = dict(vocab_size=48, hidden_size=32, intermediate_size=40, num_hidden_lay
              max_position_embeddings=256, bos_token_id=0, eos_token_id=1, rms_norm_eps=1e-5,
              tie_word_embeddings=True)
 
-LATENT = dict(vocab_size=48, hidden_size=32, intermediate_size=40, moe_intermediate_size=24, num_hidden_layers=2,
+LATENT = dict(vocab_size=48, hidden_size=32, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=2,
               num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
               max_position_embeddings=256, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False)
 
