@@ -359,8 +359,8 @@ describe("an eviction", function()
   end)
 
   it("needs a hot cache", function()
-    support.raises("offload: evict is given, but there is no hot cache, expected "
-      .. "hot_slots", open, { slots = 1, evict = "lfu" })
+    support.raises("offload: evict is given, but there is no hot cache of blocks, "
+      .. "expected hot_slots", open, { slots = 1, evict = "lfu" })
     support.raises("evict is 3, expected the name of an eviction or what kv.eviction "
       .. "makes", hot, 3)
     support.raises("evict is a table, expected", hot, { name = "lfu" })
