@@ -25,14 +25,19 @@
 -- every step, so it cannot be behind a hot cache: set policy=quest,gsa_on_device, too.
 -- Policies have no speedup then.
 --
+-- nsa is DeepSeek's sparse attention: the indexer of a model with one (v32, 8 layers of
+-- DeepSeek-V3.2) selects `listed` tokens for each query. It has no budget. Its prompts are
+-- read anew, because its index keys are made while they are read. Behind a hot cache it has
+-- slots for twice as many tokens as a step lists.
+--
 -- If the results' folder has a file peers.jsonl with what bench/tokens_peers.py printed
 -- on the same GPU, its rows are shown, too. They are given the bytes of dense attention
 -- over a bf16 cache, which is what they have to read. If it has a file bench.jsonl with
 -- what `./kvlab bench R --json` printed on that GPU, the picture shows the limit of each
 -- bar: the tokens a second if a step took as long as a plain read of its bytes.
 --
--- prompts: SEQUENCESxTOKENS, K is 1024. model: 8b, or small (4 layers), which is what a
--- CPU gets. It takes 16 GB for the weights, and 34 GB for K and V of 8 x 32K or 2 x 128K.
+-- prompts: SEQUENCESxTOKENS, K is 1024. model: 8b, glm-flash, v32, or small (4 layers),
+-- which is what a CPU gets, and v32-small (models/shapes.lua). 8b takes 16 GB for the weights, and 34 GB for K and V of 8 x 32K or 2 x 128K.
 local costs = require "kvlab.experiment.costs"
 local files = require "kvlab.files"
 local json = require "kvlab.json"
@@ -50,7 +55,10 @@ local function open_sitting(keys)
   local model = kv.experiment.memo({ model = keys.model, dtype = keys.dtype,
     seed = keys.seed }, shapes.open)
   local more, offload = (WARM + keys.steps) * keys.runs + keys.steps, nil
-  if keys.memory == "hot" then
+  if keys.listed then
+    local count = shapes.prompts(keys.prompts)
+    offload = { hot_tokens = 2 * count * keys.listed }
+  elseif keys.memory == "hot" then
     local _, all = shapes.blocks(keys.prompts, keys.block_size, more)
     offload = { hot_slots = math.ceil(keys.hot * all), hot_overlap = true }
   end
@@ -62,10 +70,18 @@ end
 
 function Sitting:close() self.engine.cache:close() end
 
---- Goes back to the prompts and takes a policy.
+--- Goes back to the prompts and takes a policy. One that watches them reads them anew.
 function Sitting:begin(policy)
   for _, seq in ipairs(self.seqs) do seq:truncate(self.context) end
-  self.engine:use_policy(policy, self.seqs)
+  if self.policy == policy then return end
+  self.policy = policy
+  if not policy.watches_prompt then
+    self.engine:use_policy(policy, self.seqs)
+    return
+  end
+  for _, seq in ipairs(self.seqs) do seq:close() end
+  self.engine:use_policy(policy)
+  self.seqs = shapes.read_again(self.engine, #self.seqs, self.context)
 end
 
 --- n steps; returns the seconds of one.
@@ -113,6 +129,10 @@ local KEYS = { "model", "dtype", "cache", "memory", "hot", "prompts", "block_siz
                "steps", "runs", "seed" }
 
 local function policy_of(config)
+  if config.policy == "nsa" then
+    return kv.policy("nsa", { granularity = "token", index = "model", sink = 0,
+      recent = 0, min_blocks = 0, tokens = config.listed })
+  end
   return kv.policy(config.policy, config.policy ~= "full"
     and { ratio = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
 end
@@ -129,11 +149,13 @@ local function check(config)
   end
   shapes.prompts(config.prompts)
   policy_of(config)
+  if not shapes.has(config.model) then shapes.open(config) end
 end
 
 local function run(config)
   local keys, is_full = {}, config.policy == "full"
   for _, name in ipairs(KEYS) do keys[name] = config[name] end
+  if config.policy == "nsa" and config.memory == "hot" then keys.listed = config.listed end
   local sitting = kv.experiment.memo(keys, open_sitting)
   local function seconds(policy)
     return sitting:seconds(policy, config.steps, config.runs)
@@ -143,9 +165,10 @@ local function run(config)
     dense = seconds(kv.policy "full")
     sitting.dense = dense
   end
-  local bytes, seen = sitting:bytes(policy_of(config))
+  local policy = policy_of(config)
+  local bytes, seen = sitting:bytes(policy)
   local time, hit_rate = dense, 0 / 0
-  if not is_full then time, hit_rate = seconds(policy_of(config)) end
+  if not is_full then time, hit_rate = seconds(policy) end
   return costs.add({ tokens_s = #sitting.seqs / time, ms = 1e3 * time,
     hit_rate = hit_rate, speedup = dense and dense / time or 0 / 0, bytes = 1e-9 * bytes,
     gb_s = 1e-9 * bytes / time, note = seen.note }, seen)
@@ -217,10 +240,13 @@ kv.experiment.run {
     { "prompts", { "1x32K", "1x128K", "8x32K" } },
     { "policy", { "full", "quest", "gsa_on_device" } },
     { "budget", { 0.05, 0.1 },
-      when = function(config) return config.policy ~= "full" end },
+      when = function(config)
+        return config.policy ~= "full" and config.policy ~= "nsa"
+      end },
   },
   defaults = { model = is_cuda and "8b" or "small", dtype = "bf16", cache = "bf16",
-               memory = "resident", hot = 0.2, block_size = 16, steps = 16, runs = 3 },
+               memory = "resident", hot = 0.2, listed = 2048, block_size = 16,
+               steps = 16, runs = 3 },
   quick = { model = "small", prompts = { "2x512" }, steps = 4, runs = 1 },
   proportions = { "bytes_share", "held_share", "hit_rate" },
   metrics = { "tokens_s", "ms", "speedup", "bytes", "gb_s", "bytes_share", "held_share",

@@ -10,9 +10,20 @@ local sorted = require "kvlab.sorted"
 local M = {}
 
 -- 8b: Llama-3-8B. small: the same in little, for a CPU. glm-flash: GLM-4.7-Flash, which
--- are the defaults of its family; in bf16 its weights take 60 GB.
+-- are the defaults of its family; in bf16 its weights take 60 GB. v32: 8 layers of
+-- DeepSeek-V3.2, all as its first three, because the experts of one layer take 22 GB.
+-- v32-small: the same in little.
 local SHAPES = {
   ["glm-flash"] = { model_type = "glm4_moe_lite" },
+  v32 = { model_type = "deepseek_v32", num_hidden_layers = 8, first_k_dense_replace = 8,
+          n_routed_experts = 16, max_position_embeddings = 163840 },
+  ["v32-small"] = {
+    model_type = "deepseek_v32", num_hidden_layers = 2, first_k_dense_replace = 2,
+    hidden_size = 256, intermediate_size = 512, num_attention_heads = 8,
+    num_key_value_heads = 8, q_lora_rank = 64, kv_lora_rank = 64, qk_nope_head_dim = 32,
+    qk_rope_head_dim = 32, v_head_dim = 32, index_n_heads = 4, index_head_dim = 64,
+    n_routed_experts = 16, vocab_size = 2048,
+  },
   ["8b"] = { hidden_size = 4096, intermediate_size = 14336, num_hidden_layers = 32,
              num_attention_heads = 32, num_key_value_heads = 8, vocab_size = 128256 },
   small = { hidden_size = 512, intermediate_size = 1792, num_hidden_layers = 4,
@@ -25,7 +36,7 @@ local SHAPES = {
 function M.has(name) return SHAPES[name] ~= nil end
 
 --- A model of a shape, with random weights.
----@param keys table  model: "8b", "small" or "glm-flash"; dtype, seed
+---@param keys table  model: "8b", "glm-flash", "v32", "small" or "v32-small"; dtype, seed
 ---@return table model
 function M.open(keys)
   local shape = SHAPES[keys.model]
@@ -66,6 +77,24 @@ function M.blocks(prompts, block_size, more)
   return each, count * each
 end
 
+--- Reads the prompts anew, with the attention that the engine has now.
+---@param engine models.Engine
+---@param count integer    how many
+---@param context integer  tokens of each
+---@return kvlab.Sequence[]
+function M.read_again(engine, count, context)
+  local seqs = {}
+  for i = 1, count do
+    local tokens, seq = {}, engine:sequence()
+    for t = 1, context do
+      tokens[t] = (t * 7919 + i * 104729) % engine.model.config.vocab
+    end
+    engine:prefill(seq, tokens)
+    seqs[i] = seq
+  end
+  return seqs
+end
+
 --- An engine with a sequence for each prompt, which it has read.
 ---@param model table
 ---@param prompts string
@@ -80,14 +109,8 @@ function M.read(model, prompts, o, more)
   local all = { graph = true, max_seqs = count, chunk = math.min(context, 4096) }
   for name, value in pairs(o) do all[name] = value end
   all.max_blocks, all.blocks = M.blocks(prompts, o.block_size, more)
-  local engine, seqs = model:engine(all), {}
-  for i = 1, count do
-    local tokens, seq = {}, engine:sequence()
-    for t = 1, context do tokens[t] = (t * 7919 + i * 104729) % model.config.vocab end
-    engine:prefill(seq, tokens)
-    seqs[i] = seq
-  end
-  return engine, seqs, context
+  local engine = model:engine(all)
+  return engine, M.read_again(engine, count, context), context
 end
 
 arguments.functions(M, "shapes", { has = { name = options.string },
