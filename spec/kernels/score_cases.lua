@@ -3,7 +3,8 @@ local busted = require "busted"
 local kv = require "kvlab"
 local support = require "spec.support"
 
-local M = { list = {} }
+-- list: for every score; summaries: longer than keys of caches with values of their own.
+local M = { list = {}, summaries = {} }
 
 local function add(c) M.list[#M.list + 1] = c end
 
@@ -37,6 +38,15 @@ add { lens = { 70, 3 }, block_size = 5, group = 9, dtype = "f8e4m3", join = "mea
 add { lens = { 300, 2000 }, block_size = 4, head_dim = 16, kv_heads = 2, group = 2,
   extra = 150 }                -- several runs of blocks, and some with none
 
+for _, s in ipairs { { 576, 128, 1 }, { 576, 16, 1 }, { 320, 5, 2 }, { 264, 70, 1 },
+                     { 576, 1, 1 }, { 256, 250, 1 } } do
+  for i, dtype in ipairs { "bf16", "f16", "f32" } do
+    M.summaries[#M.summaries + 1] = { lens = { 45, 0, 300 }, block_size = 16,
+      head_dim = s[1], group = s[2], kv_heads = s[3], dtype = dtype, q = dtype,
+      join = (i + s[2]) % 2 == 0 and "mean" or "max" }
+  end
+end
+
 function M.group_number(c)
   return c.join == "mean" and kv.C.KVL_GROUP_MEAN or kv.C.KVL_GROUP_MAX
 end
@@ -52,10 +62,13 @@ function M.prepare(c)
 end
 
 --- `run(dev, case)` returns the scores and a function that gives the reference's.
-function M.describe(name, run, tolerance)
+---@param of_summaries? boolean  which may be longer
+function M.describe(name, run, tolerance, of_summaries)
+  local list = { unpack(M.list) }
+  for _, c in ipairs(of_summaries and M.summaries or {}) do list[#list + 1] = c end
   busted.describe(name, function()
     support.it_on_cpu("matches the reference", function(dev)
-      for i, c in ipairs(M.list) do
+      for i, c in ipairs(list) do
         local scores, want = run(dev, c)
         support.close(scores, want(), tolerance, 1e-6, ("scores of case %d"):format(i))
       end
@@ -64,7 +77,7 @@ function M.describe(name, run, tolerance)
 
   busted.describe(name .. " on CUDA #gpu", function()
     support.it_on_gpu("agrees with the CPU", function(cuda, cpu)
-      for i, c in ipairs(M.list) do
+      for i, c in ipairs(list) do
         support.close((run(cuda, c)), (run(cpu, c)), 2 * tolerance, 1e-6,
           ("scores of case %d"):format(i))
       end

@@ -196,6 +196,107 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
   }
 }
 
+/* 16 summaries of 16-bit numbers in shared memory, each of ROWS rows, for heads whose queries
+ * do not fit beside them: many heads, or many numbers, as of latents. The warps share the
+ * heads, eight at a time, and load their queries as they multiply. A row of a tile takes a
+ * multiple of 8 pieces and 4 more, so that 8 lanes hit every bank once. */
+__host__ __device__ __forceinline__ int wide_row(int head_dim) {
+  return (head_dim / 8 + 7) / 8 * 8 + 4; /* in pieces of 16 bytes */
+}
+__device__ __forceinline__ uint32_t below_zero(uint32_t x, __nv_bfloat16) {
+  const __nv_bfloat162 y = __hmin2_nan((const __nv_bfloat162 &)x, __nv_bfloat162());
+  return (const uint32_t &)y;
+}
+__device__ __forceinline__ uint32_t below_zero(uint32_t x, __half) {
+  const __half2 y = __hmin2_nan((const __half2 &)x, __half2());
+  return (const uint32_t &)y;
+}
+__device__ __forceinline__ uint32_t above_zero(uint32_t x, __nv_bfloat16) {
+  const __nv_bfloat162 y = __hmax2_nan((const __nv_bfloat162 &)x, __nv_bfloat162());
+  return (const uint32_t &)y;
+}
+__device__ __forceinline__ uint32_t above_zero(uint32_t x, __half) {
+  const __half2 y = __hmax2_nan((const __half2 &)x, __half2());
+  return (const uint32_t &)y;
+}
+template <class T, score_kind KIND>
+__global__ void __launch_bounds__(256)
+    score_rows_wide(const __grid_constant__ score_call a, int tiles) {
+  constexpr int ROWS = KIND == SCORE_MINMAX ? 2 : 1, ITEMS = 16, WARPS = 256 / WARP;
+  extern __shared__ __align__(16) uint4 rows[]; /* [ROWS][ITEMS][row] */
+  __shared__ float parts[WARPS][ITEMS];
+  const int group = (int)(a.heads / a.kv_heads), head_dim = (int)a.head_dim;
+  const int pieces = head_dim / 8, steps = (pieces + 3) / 4, row = wide_row(head_dim);
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const uint32_t kv_head = blockIdx.x % (uint32_t)a.kv_heads;
+  const uint32_t at = blockIdx.x / (uint32_t)a.kv_heads;
+  const int64_t seq = at / tiles, first = (int64_t)(at % tiles) * ITEMS; /* block */
+  let_next_start();
+  wait_for_previous();
+  const int64_t length = a.lens[seq];
+  auto physical_of = [&](int item) {
+    const int64_t block = first + item;
+    const bool inside = block < a.max_blocks && block * a.block_size < length;
+    const int physical = inside ? a.tables[seq * a.max_blocks + block] : -1;
+    return physical >= 0 && physical < a.blocks ? physical : -1;
+  };
+  for (int i = threadIdx.x; i < ROWS * ITEMS * steps * 4; i += 256) {
+    const int line = i / (steps * 4), piece = i - line * steps * 4;
+    const int physical = physical_of(line % ITEMS);
+    uint4 x = {};
+    if (physical >= 0 && piece < pieces)
+      x = *(const uint4 *)((const T *)a.rows + (int64_t)physical * a.block_stride +
+                           (int64_t)(line / ITEMS) * a.kv_heads * head_dim +
+                           kv_head * a.head_stride + piece * 8);
+    rows[line * row + piece] = x;
+  }
+  __syncthreads();
+  const bool is_max = a.group == KVL_GROUP_MAX;
+  float joined[2] = {is_max ? -INFINITY : 0.f, is_max ? -INFINITY : 0.f};
+  const uint4 *const x0 = rows + lane / 4 * row, *const x1 = x0 + 8 * row;
+  for (int h0 = warp * 8; h0 < group; h0 += WARPS * 8) {
+    const int mine = min(h0 + lane / 4, group - 1);
+    const uint4 *const q = (const uint4 *)((const T *)a.q +
+                                           (seq * a.heads + kv_head * group + mine) * head_dim);
+    float sums[2][4] = {}; /* two chains of sums */
+#pragma unroll 4
+    for (int j = 0; j < steps; j++) {
+      const int piece = lane % 4 + 4 * j;
+      const uint4 b = piece < pieces ? q[piece] : uint4();
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        auto part = [&](uint32_t x) {
+          if constexpr (ROWS == 1) return x;
+          else return r == 0 ? below_zero(x, T()) : above_zero(x, T());
+        };
+        const uint4 u = x0[r * ITEMS * row + piece], v = x1[r * ITEMS * row + piece];
+        const uint32_t a0[4] = {u.x, v.x, u.y, v.y}, a1[4] = {u.z, v.z, u.w, v.w};
+        mma(sums[0], a0, part(b.x), part(b.y), T());
+        mma(sums[1], a1, part(b.z), part(b.w), T());
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float x = sums[0][i] + sums[1][i];
+      if (h0 + lane % 4 * 2 + i % 2 >= group) continue;
+      joined[i / 2] = is_max ? fmaxf(joined[i / 2], x) : joined[i / 2] + x;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const float x = is_max ? warp_max<4>(joined[i]) : warp_sum<4>(joined[i]);
+    if (lane % 4 == 0) parts[warp][lane / 4 + 8 * i] = x;
+  }
+  __syncthreads();
+  const int item = threadIdx.x;
+  if (item >= ITEMS || first + item >= a.max_blocks) return;
+  float x = parts[0][item];
+  for (int w = 1; w < WARPS; w++)
+    x = is_max ? fmaxf(x, parts[w][item]) : x + parts[w][item];
+  a.scores[(seq * a.kv_heads + kv_head) * a.max_blocks + first + item] =
+      physical_of(item) < 0 ? -INFINITY : is_max ? x : x / group;
+}
+
 /* For any head_dim, alignment and group: one warp per block of the cache. */
 template <score_kind KIND>
 __global__ void __launch_bounds__(256)
@@ -295,6 +396,22 @@ int launch_score_of(const score_call &a, const kvl_cuda_queue *q) {
   return launch_score_dim<T, 256, KIND>(a, q);
 }
 
+template <class T, score_kind KIND>
+int launch_score_wide(const score_call &a, const kvl_cuda_queue *q) {
+  constexpr int ROWS = KIND == SCORE_MINMAX ? 2 : 1;
+  if (a.dtype != a.rows_dtype || a.head_dim % 8 || !aligned16(a.rows, a.q) ||
+      a.head_stride % 8 || a.block_stride % 8)
+    return KVL_ERR_UNSUPPORTED;
+  const int64_t bytes = (int64_t)ROWS * 16 * wide_row((int)a.head_dim) * 16;
+  if (bytes > 96 * 1024 || bytes > q->shared_optin) return KVL_ERR_UNSUPPORTED;
+  int status = allow_shared<score_rows_wide<T, KIND>>(q, 96 * 1024);
+  if (status < 0) return status;
+  const int tiles = (int)((a.max_blocks + 15) / 16);
+  return launch_programmatic(score_rows_wide<T, KIND>,
+                             (unsigned)(tiles * a.seqs * a.kv_heads), 256, (size_t)bytes, q,
+                             a, tiles);
+}
+
 template <score_kind KIND> int launch_score(const score_call &a, const kvl_cuda_queue *q) {
   if (a.seqs == 0 || a.max_blocks == 0 || a.kv_heads == 0) return KVL_OK;
   if constexpr (KIND == SCORE_MAX_QK)
@@ -305,6 +422,12 @@ template <score_kind KIND> int launch_score(const score_call &a, const kvl_cuda_
   if (a.rows_dtype == KVL_DTYPE_F32) status = launch_score_of<float, KIND>(a, q);
   if constexpr (KIND != SCORE_MEAN) /* a mean is never f8 */
     if (a.rows_dtype == KVL_DTYPE_F8E4M3) status = launch_score_of<f8e4m3, KIND>(a, q);
+  if constexpr (KIND == SCORE_MEAN || KIND == SCORE_MINMAX) {
+    if (status == KVL_ERR_UNSUPPORTED && a.rows_dtype == KVL_DTYPE_BF16)
+      status = launch_score_wide<__nv_bfloat16, KIND>(a, q);
+    if (status == KVL_ERR_UNSUPPORTED && a.rows_dtype == KVL_DTYPE_F16)
+      status = launch_score_wide<__half, KIND>(a, q);
+  }
   if (status == KVL_ERR_UNSUPPORTED) {
     int64_t parts = (a.max_blocks + 256 / WARP - 1) / (256 / WARP);
     dim3 grid((unsigned)(parts * a.seqs), (unsigned)a.kv_heads);

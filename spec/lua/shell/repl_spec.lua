@@ -38,7 +38,8 @@ describe("completion #release", function()
     assert.same({ "smollm2" }, (select(2, complete.candidates('kv.model "smol', {}, {}))))
     assert.same({ "smollm2" }, (select(2, complete.candidates('m = kv.model("', {}, {}))))
     local stem = paths.root .. "/lua/models/rec"
-    assert.same({ paths.root .. "/lua/models/recall/" },
+    assert.same({ paths.root .. "/lua/models/recall/",
+      paths.root .. "/lua/models/recall_latent/" },
       (select(2, complete.candidates('kv.model "' .. stem, {}, {}))))
   end)
 
@@ -392,7 +393,8 @@ new == require "policies.quest", opened.score == new().score, opened.score == ol
     assert.same({ "smollm2" }, (select(2, complete.candidates('kv.model "smol', {}, {}))))
     assert.same({ "smollm2" }, (select(2, complete.candidates('m = kv.model("', {}, {}))))
     local stem = paths.root .. "/lua/models/rec"
-    assert.same({ paths.root .. "/lua/models/recall/" },
+    assert.same({ paths.root .. "/lua/models/recall/",
+      paths.root .. "/lua/models/recall_latent/" },
       (select(2, complete.candidates('kv.model "' .. stem, {}, {}))))
   end)
 
