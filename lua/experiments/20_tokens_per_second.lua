@@ -26,9 +26,9 @@
 -- Policies have no speedup then.
 --
 -- nsa is DeepSeek's sparse attention: the indexer of a model with one (v32, 8 layers of
--- DeepSeek-V3.2) selects `listed` tokens for each query. It has no budget. Its prompts are
--- read anew, because its index keys are made while they are read. Behind a hot cache it has
--- slots for twice as many tokens as a step lists.
+-- DeepSeek-V3.2) selects `listed` tokens for each query. It has no budget. Its prompts
+-- are read anew, because its index keys are made while they are read. Behind a hot cache
+-- it has slots for twice as many tokens as a step lists.
 --
 -- If the results' folder has a file peers.jsonl with what bench/tokens_peers.py printed
 -- on the same GPU, its rows are shown, too. They are given the bytes of dense attention
@@ -37,7 +37,8 @@
 -- bar: the tokens a second if a step took as long as a plain read of its bytes.
 --
 -- prompts: SEQUENCESxTOKENS, K is 1024. model: 8b, glm-flash, v32, or small (4 layers),
--- which is what a CPU gets, and v32-small (models/shapes.lua). 8b takes 16 GB for the weights, and 34 GB for K and V of 8 x 32K or 2 x 128K.
+-- which is what a CPU gets, and v32-small (models/shapes.lua). 8b takes 16 GB for the
+-- weights, and 34 GB for K and V of 8 x 32K or 2 x 128K.
 local costs = require "kvlab.experiment.costs"
 local files = require "kvlab.files"
 local json = require "kvlab.json"
@@ -155,7 +156,9 @@ end
 local function run(config)
   local keys, is_full = {}, config.policy == "full"
   for _, name in ipairs(KEYS) do keys[name] = config[name] end
-  if config.policy == "nsa" and config.memory == "hot" then keys.listed = config.listed end
+  if config.policy == "nsa" and config.memory == "hot" then
+    keys.listed = config.listed
+  end
   local sitting = kv.experiment.memo(keys, open_sitting)
   local function seconds(policy)
     return sitting:seconds(policy, config.steps, config.runs)

@@ -256,9 +256,10 @@ __global__ void __launch_bounds__(256)
   const uint4 *const x0 = rows + lane / 4 * row, *const x1 = x0 + 8 * row;
   for (int h0 = warp * 8; h0 < group; h0 += WARPS * 8) {
     const int mine = min(h0 + lane / 4, group - 1);
-    const uint4 *const q = (const uint4 *)((const T *)a.q +
-                                           (seq * a.heads + kv_head * group + mine) * head_dim);
-    float sums[2][4] = {}; /* two chains of sums */
+    const uint4 *const q =
+        (const uint4 *)((const T *)a.q + (seq * a.heads + kv_head * group + mine) * head_dim);
+    /* The tensor cores truncate sums where they should round, so these are short. */
+    float sums[2][4] = {}, all[4] = {};
 #pragma unroll 4
     for (int j = 0; j < steps; j++) {
       const int piece = lane % 4 + 4 * j;
@@ -274,10 +275,16 @@ __global__ void __launch_bounds__(256)
         mma(sums[0], a0, part(b.x), part(b.y), T());
         mma(sums[1], a1, part(b.z), part(b.w), T());
       }
+      if (j % 4 < 3 && j + 1 < steps) continue;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        all[i] += sums[0][i] + sums[1][i];
+        sums[0][i] = sums[1][i] = 0.f;
+      }
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const float x = sums[0][i] + sums[1][i];
+      const float x = all[i];
       if (h0 + lane % 4 * 2 + i % 2 >= group) continue;
       joined[i / 2] = is_max ? fmaxf(joined[i / 2], x) : joined[i / 2] + x;
     }
@@ -291,10 +298,11 @@ __global__ void __launch_bounds__(256)
   const int item = threadIdx.x;
   if (item >= ITEMS || first + item >= a.max_blocks) return;
   float x = parts[0][item];
-  for (int w = 1; w < WARPS; w++)
-    x = is_max ? fmaxf(x, parts[w][item]) : x + parts[w][item];
-  a.scores[(seq * a.kv_heads + kv_head) * a.max_blocks + first + item] =
-      physical_of(item) < 0 ? -INFINITY : is_max ? x : x / group;
+  for (int w = 1; w < WARPS; w++) x = is_max ? fmaxf(x, parts[w][item]) : x + parts[w][item];
+  a.scores[(seq * a.kv_heads + kv_head) * a.max_blocks + first + item] = physical_of(item) < 0
+                                                                             ? -INFINITY
+                                                                         : is_max ? x
+                                                                                  : x / group;
 }
 
 /* For any head_dim, alignment and group: one warp per block of the cache. */
