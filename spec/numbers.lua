@@ -292,7 +292,7 @@ local SHOWN = { us = { 1, 1e-3 }, of_limit = { 1 }, gb_s = { 1 }, tflop_s = { 1 
 local function all_numbers(row)
   local list = {}
   for field, factors in pairs(SHOWN) do
-    for _, factor in ipairs(row[field] and factors or {}) do
+    for _, factor in ipairs(type(row[field]) == "number" and factors or {}) do
       list[#list + 1] = row[field] * factor
     end
   end
