@@ -507,8 +507,9 @@ int kvl_sequences_step(kvl_sequence *const *seqs, const int32_t *tokens, int n, 
  * A format may say that a value is the first value_dim numbers of its key, as that of a latent
  * is (is_shared). Its pages hold keys alone, of f32, f16 or bf16; key_dim and value_dim are
  * multiples of 8, key_dim up to 576. kvl_append_kv, kvl_rope_append, kvl_read_blocks and
- * kvl_paged_attention without a hook take such pages; value_dim is the length of what they give. So do summaries
- * and scores, which read keys alone (hashes with a key_dim of up to 256). Other ops refuse them.
+ * kvl_paged_attention without a hook take such pages; value_dim is the length of what they
+ * give. So do the ops that move blocks, the hot cache, and summaries and scores, which read
+ * keys alone (hashes with a key_dim of up to 256). Other ops refuse them.
  *
  * cache, q, k, v, out and summary begin at a multiple of 16 bytes.
  *
@@ -531,8 +532,9 @@ int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *pl
                   const kvl_tensor *cache, const kvl_format *format);
 /* kvl_rope of q and k and then kvl_append_kv, in one launch and with the same bits as the
  * two. Where values are the first numbers of their keys, the numbers behind the values turn
- * (first = value_dim), else those from 0 on. q is rotated in place. k is rotated on its way into the cache; the arguments k and v
- * stay as they are. No two tokens may have the same place.
+ * (first = value_dim), else those from 0 on. q is rotated in place. k is rotated on its way
+ * into the cache; the arguments k and v stay as they are. No two tokens may have the same
+ * place. There are at most 128 pairs.
  *  q                    like k  [tokens, heads, head_dim]
  *  k, v, places         as for kvl_append_kv
  *  positions, inv_freq  as for kvl_rope */

@@ -163,6 +163,9 @@ int kvl_rope_append(const kvl_tensor *q, const kvl_tensor *k, const kvl_tensor *
   kvl__arg(&c, "places", places, KVL__I64, "tokens");
   const int64_t first = format && format->is_shared ? format->value_dim : 0;
   expect_pairs(&c, inv_freq, first);
+  if (c.status >= 0 && inv_freq->count > 128) /* as kernels have room for */
+    kvl__call_fail(&c, "inv_freq has %lld pairs, expected at most 128",
+                   (long long)inv_freq->count);
   if (c.status < 0) return c.status;
   struct kvl_rope_append_args args = {
       view,        q->ptr,      k->ptr,      v ? v->ptr : NULL, positions->ptr, inv_freq->ptr,

@@ -247,6 +247,10 @@ describe("latents", function()
     support.raises("inv_freq has 5 pairs, expected at most 4: head_dim is 24, and "
       .. "numbers from 16 on turn", kv.ops.rope_append, q, k, nil, at,
       kv.zeros(cpu, "f32", { 5 }), places, memory, format)
+    support.raises("inv_freq has 130 pairs, expected at most 128", kv.ops.rope_append,
+      kv.zeros(cpu, "bf16", { 1, 1, 304 }), kv.zeros(cpu, "bf16", { 1, 1, 304 }), nil, at,
+      kv.zeros(cpu, "f32", { 130 }), places, kv.zeros(cpu, "bf16", { 3, 1, 4, 304 }),
+      format_of { head_dim = 304 })
     support.raises("head_dim is 584, expected a multiple of 8 from 8 to 576",
       kv.ops.append_kv, kv.zeros(cpu, "bf16", { 1, 1, 584 }), nil, places,
       kv.zeros(cpu, "bf16", { 1, 1, 4, 584 }), format_of { head_dim = 584 })

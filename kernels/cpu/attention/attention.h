@@ -62,9 +62,9 @@ struct key_walk {
   const char *cache; /* K of this KV head in block 0 */
   const int32_t *table, *selection;
   const int32_t *listed; /* tokens, instead of blocks */
-  const int32_t
-      *slots; /* the block of each entry of the selection, or where each listed token
-                          * lies: block * block_size + offset; NULL: as in table */
+  /* The block of each entry of the selection, or where each listed token lies: block *
+   * block_size + offset. NULL: as in table. */
+  const int32_t *slots;
   int64_t blocks, bytes_block, bytes_token, value;
   int64_t scales, bytes_scales; /* from a strip to its scales; of a token, or 0 */
   int64_t entry, entry_end;     /* index into the selection, or logical block */
