@@ -74,9 +74,8 @@ end
 local function synthetic_of(b, o, offload)
   local seqs, layers = o.seqs or 1, b.device:is_cpu() and 2 or o.layers or 8
   local context = b.device:is_cpu() and o.context / 16 or o.context
-  local s = kv.synthetic { device = b.device, shape = o.shape or "llama-8b",
-    layers = layers, context = seqs * (context + 64), max_seqs = seqs,
-    block_size = o.block_size or 16,
+  local s = kv.synthetic { device = b.device, shape = "llama-8b", layers = layers,
+    context = seqs * (context + 64), max_seqs = seqs, block_size = o.block_size or 16,
     decode_policy = o.policy(), offload = offload and offload(seqs, context) }
   local list = {}
   for i = 1, seqs do list[i] = s:sequence(context) end
@@ -157,12 +156,6 @@ local function quest(ratio)
   end
 end
 
---- 2048 tokens for each query, by an indexer, as DeepSeek's sparse attention reads them.
-local function listed()
-  return kv.policy("nsa", { granularity = "token", index_topk = 2048, index = "random",
-                            index_dim = 128 })
-end
-
 -- ---- P12: the host's share ------------------------------------------------------------
 
 --- The microseconds that the host takes for a step of 32 layers with Quest over a hot
@@ -231,16 +224,6 @@ return function(b)
   b:case { id = "P10", name = "hot, Quest 10%, 16 x 32K, queries turn by 0.02",
     target = HIDDEN, setup = step_of { context = 32768, seqs = 16, layers = 4,
       policy = quest(0.1), offload = hot, angle = 0.02 } }
-  for _, angle in ipairs { 0, 0.02, 0.1 } do
-    for _, seqs in ipairs { 1, 16 } do
-      b:case { id = "P10", target = HIDDEN,
-        name = ("hot tokens, 2048 listed, latents, %d x 32K, queries turn by %.2f")
-          :format(seqs, angle),
-        setup = step_of { shape = "deepseek-v3", context = 32768, seqs = seqs, layers = 4,
-          block_size = 64, policy = listed, angle = angle > 0 and angle or nil,
-          offload = function() return { hot_tokens = 2 * seqs * 2048 } end } }
-    end
-  end
   b:case { id = "P12", name = "a step of 32 layers, Quest, hot cache, eager",
            setup = host_share(false), target = { us = 1500 } }
   b:case { id = "P12", name = "the same replayed from a graph", setup = host_share(true),
