@@ -422,17 +422,8 @@ end
 --- One layer, which adds to the residual s.x.
 function Model:forward_layer(i, s, attention)
   local w = options.entry("forward_layer", "i", self.layers, i)
-  local eps = self.config.eps
   attend(self, i, w, s, attention)
-  linear(s.values_rows, w.o, s.x, "add", nil, nil, w.o_bias)
-  if w.experts then
-    kv.ops.rmsnorm(s.x, w.mlp_norm, eps, s.h)
-    experts.forward(w.experts, s.h, s.experts, s.delta)
-    s.x:add(s.delta, s.x)
-  else
-    linear(s.x, w.gate_up, s.gated, "swiglu", w.mlp_norm, eps)
-    linear(s.gated, w.down, s.x, "add")
-  end
+  parts.feed(self, w, s, s.values_rows)
 end
 
 arguments.functions(M, "deepseek", { load = { name = options.string },

@@ -339,12 +339,11 @@ local function attend(self, i, w, s, attention)
   attention:forward(i, s.q, s.k, s.v, s.attended)
 end
 
---- One layer, which adds to the residual s.x.
-function Model:forward_layer(i, s, attention)
-  local w = options.entry("forward_layer", "i", self.layers, i)
+--- What follows the attention of a layer: its output projection from `attended`, and then
+-- the experts or the MLP. Both are added to the residual s.x.
+local function feed(self, w, s, attended)
   local eps = self.config.eps
-  attend(self, i, w, s, attention)
-  linear(s.attended_rows, w.o, s.x, "add", nil, nil, w.o_bias)
+  linear(attended, w.o, s.x, "add", nil, nil, w.o_bias)
   if w.experts then
     kv.ops.rmsnorm(s.x, w.mlp_norm, eps, s.h)
     experts.forward(w.experts, s.h, s.experts, s.delta)
@@ -353,6 +352,13 @@ function Model:forward_layer(i, s, attention)
     linear(s.x, w.gate_up, s.gated, "swiglu", w.mlp_norm, eps)
     linear(s.gated, w.down, s.x, "add")
   end
+end
+
+--- One layer, which adds to the residual s.x.
+function Model:forward_layer(i, s, attention)
+  local w = options.entry("forward_layer", "i", self.layers, i)
+  attend(self, i, w, s, attention)
+  feed(self, w, s, s.attended_rows)
 end
 
 function Model:states(s)
@@ -365,7 +371,7 @@ function Model:logits(states, out) linear(states, self.head, out, "plain") end
 --- What a family that is much like this one begins with, such as lua/models/gemma.lua.
 M.parts = { Model = Model, OPTIONS = LOAD, RANDOM = RANDOM, sizes_of = sizes_of,
             rotation = rotation, local_layers = local_layers, load = load,
-            attend = attend, outputs = outputs }
+            attend = attend, feed = feed, outputs = outputs }
 
 arguments.functions(M, "llama", { load = { name = options.string },
                                   random = { given = options.table } })

@@ -45,6 +45,37 @@ describe("the recall model with latents", function()
     sitting:close()
   end)
 
+  it("goes on after a step that failed, with its latents in host memory", function()
+    local function decode(offload, fails)
+      local model = families.load(FOLDER, { device = "cpu", dtype = "f32" })
+      local engine = model:engine { blocks = 30, policy = own(8), offload = offload }
+      local seq, tokens, all, stopped = engine:sequence(), {}, {}, false
+      for t = 1, 200 do tokens[t] = 16 + t * 37 % 900 end
+      engine:prefill(seq, tokens)
+      for step = 1, 5 do
+        engine.attention.hooks = fails and step == 3 and {
+          attention_finished = function(ctx)
+            if ctx.layer == 2 then error("stop", 0) end
+          end } or nil
+        local ok, logits = pcall(engine.decode, engine, { seq }, { 20 + step })
+        if not ok then
+          assert.equal("stop", logits)
+          stopped = true
+          engine.attention.hooks = nil
+          logits = engine:decode({ seq }, { 20 + step })
+        end
+        all[step] = logits:list()
+      end
+      assert.equal(fails or false, stopped)
+      seq:close()
+      engine.cache:close()
+      return all
+    end
+    local want = decode()
+    assert.same(want, decode({ hot_tokens = 60 }))
+    assert.same(want, decode({ hot_tokens = 12 }, true))
+  end)
+
   it("is asked before the first row what it cannot be", function()
     local o = { context = 512, prompts = 1, needles = 8, block_size = 16,
                 model = "recall_latent" }
