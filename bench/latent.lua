@@ -4,11 +4,12 @@
 -- (M1) and others (M2), and for rows of a prompt (M3). Limit: with up to 32 heads every
 -- key once, at the read bandwidth of the same run; with more the GEMM of the same run.
 -- Targets: times of FlashMLA on an H200, 2026-11-23, and shares of them. Its lists are of
--- f8 keys.
+-- f8 keys. Cases with -f8 have pages of f8_latent, 656 bytes a token.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 
-local DIM, VALUE, BLOCK = 576, 512, 64
+local DIM, VALUE, BLOCK, FILL = 576, 512, 64, 65536
+local ENDS, CODECS = { "", "-f8" }, { ["-f8"] = "f8_latent" } -- what an id ends with
 local SCALE = 1 / math.sqrt(192) -- DeepSeek's: of the keys before they are absorbed
 
 --- Checks one row of q: all of its heads over the tokens that it sees.
@@ -28,17 +29,33 @@ local function check_row(w, row, seq, seen)
   end)
 end
 
+--- Random pages of f8_latent: their memory.
+local function packed_memory(dev, blocks, format)
+  local memory = kv.tensor(dev, "u8", { blocks,
+    tonumber(kv.C.kvl_format_bytes_page(format)) })
+  for first = 0, blocks * BLOCK - 1, FILL do
+    kv.scope(function()
+      local n = math.min(FILL, blocks * BLOCK - first)
+      local rows = kv.randn(dev, "bf16", { n, 1, DIM }, { seed = first })
+      kv.ops.append_kv(rows, nil, kv.arange(dev, "i64", n, first), memory, format)
+    end)
+  end
+  return memory
+end
+
 --- Sequences of `len` tokens whose newest `news` are rows of q, with so many heads.
 ---@param k? integer  listed tokens of a row; all are attended to unless given
-local function latents(seqs, len, news, heads, k)
+---@param codec? string  of the pages (bf16)
+local function latents(seqs, len, news, heads, k, codec)
   return function(b)
     local dev, lens, w = b.device, {}, { scale = SCALE }
     for i = 1, seqs do lens[i] = len end
     local tables, blocks = paged.random_tables(dev, lens, BLOCK)
-    w.format = kv.format { codec = "bf16", kv_heads = 1, block_size = BLOCK,
+    w.format = kv.format { codec = codec or "bf16", kv_heads = 1, block_size = BLOCK,
                            head_dim = DIM, value_dim = VALUE }
     w.tables, w.lens = tables, kv.from(dev, "i32", { seqs }, lens)
-    w.cache = kv.randn(dev, "bf16", { blocks, 1, BLOCK, DIM }, { seed = 1 })
+    w.cache = codec and packed_memory(dev, blocks, w.format)
+      or kv.randn(dev, "bf16", { blocks, 1, BLOCK, DIM }, { seed = 1 })
     w.q = kv.randn(dev, "bf16", { seqs * news, heads, DIM }, { seed = 2 })
     w.out = kv.full(dev, "bf16", { seqs * news, heads, VALUE }, 0 / 0)
     if news > 1 then w.starts = kv.arange(dev, "i32", seqs + 1) * news end
@@ -50,7 +67,8 @@ local function latents(seqs, len, news, heads, k)
     end
     local function run() kv.ops.step.paged_attention(w) end
     local keys = k and news == 1 and k or len
-    return { run = run, bytes = seqs * keys * DIM * 2,
+    local bytes_token = tonumber(kv.C.kvl_format_bytes_page(w.format)) / BLOCK
+    return { run = run, bytes = seqs * keys * bytes_token,
       flops = 2 * (DIM + VALUE) * heads * seen,
       limit = heads <= 32 and news == 1 and "R" or "T",
       check = function()
@@ -65,10 +83,12 @@ return function(b)
   local function length(n) return math.max(BLOCK, b:shrunk(n)) end
   local function dense(id, seqs, len, heads, us, news)
     len = length(len)
-    b:case { id = id, target = { us = us },
-      name = ("latents, %d heads, %d x %d%s"):format(heads, seqs, len,
-        news and (", %d tokens"):format(news) or ""),
-      setup = latents(seqs, len, news or 1, heads) }
+    for _, suffix in ipairs(ENDS) do
+      b:case { id = id .. suffix, target = { us = us },
+        name = ("latents, %d heads, %d x %d%s"):format(heads, seqs, len,
+          news and (", %d tokens"):format(news) or ""),
+        setup = latents(seqs, len, news or 1, heads, nil, CODECS[suffix]) }
+    end
   end
   dense("M5", 128, 4096, 128, 240)
   dense("M5", 1, 32768, 128, 48.5)
@@ -81,13 +101,17 @@ return function(b)
   for _, row in ipairs { { "M1", 1, 128, 18.4 }, { "M1", 16, 128, 36.5 },
                          { "M1", 64, 128, 84.7 }, { "M1", 128, 128, 165 },
                          { "M2", 8, 8 }, { "M2", 8, 16, 12 }, { "M2", 8, 64 } } do
-    b:case { id = row[1], target = row[4] and { us = row[4] },
-      name = ("latents, %d heads, %d listed for %d rows of decode"):format(row[3], k,
-        row[2]),
-      setup = latents(row[2], len, 1, row[3], k) }
+    for _, suffix in ipairs(ENDS) do
+      b:case { id = row[1] .. suffix, target = row[4] and { us = row[4] },
+        name = ("latents, %d heads, %d listed for %d rows of decode"):format(row[3], k,
+          row[2]),
+        setup = latents(row[2], len, 1, row[3], k, CODECS[suffix]) }
+    end
   end
   local rows = b:shrunk(2048)
-  b:case { id = "M3", target = { tflop_s = 600 },
-    name = ("latents, 128 heads, %d listed for %d rows of a prompt"):format(k, rows),
-    setup = latents(1, len, rows, 128, k) }
+  for _, suffix in ipairs(ENDS) do
+    b:case { id = "M3" .. suffix, target = { tflop_s = 600 },
+      name = ("latents, 128 heads, %d listed for %d rows of a prompt"):format(k, rows),
+      setup = latents(1, len, rows, 128, k, CODECS[suffix]) }
+  end
 end

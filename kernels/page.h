@@ -3,31 +3,47 @@
  *
  * A page holds the keys and values of one block in one layer, as strips: one with the keys of
  * each KV head, then one with the values of each. A strip has a row of numbers for every
- * token and, if the codec packs numbers, behind all rows the scales of each. In a shared page
- * a value is the first numbers of its key, so there are no strips of values. Whatever moves a
- * page as a whole sees bytes. base.h declares the structs. */
+ * token, and pages of int8 have the scales of each behind all rows. In a shared page a value
+ * is the first numbers of its key, so there are no strips of values. A row of f8_latent has
+ * the value in 8 bits, then its scales, then the other numbers of the key in bf16. Whatever
+ * moves a page as a whole sees bytes. base.h declares the structs. */
 #ifndef KVL_PAGE_H
 #define KVL_PAGE_H
 
 #include "base.h"
 
-/* What a codec stores: numbers of so many bits and, if it packs them, a bf16 scale for each
- * group of so many neighbours in a row, which they are multiplied by. */
+/* What a codec stores: numbers of so many bits and, if it packs them, a scale for each group
+ * of so many neighbours in a row, which they are multiplied by. */
 KVL_INLINE int kvl__bits(int codec) {
-  return codec == KVL_CODEC_F32                                 ? 32
-         : codec == KVL_CODEC_F8E4M3 || codec == KVL_CODEC_INT8 ? 8
-                                                                : 16;
+  return codec == KVL_CODEC_F32                              ? 32
+         : codec == KVL_CODEC_F16 || codec == KVL_CODEC_BF16 ? 16
+                                                             : 8;
 }
-KVL_INLINE int kvl__group(int codec) { return codec == KVL_CODEC_INT8 ? 64 : 0; }
+KVL_INLINE int kvl__group(int codec) {
+  return codec == KVL_CODEC_INT8 ? 64 : codec == KVL_CODEC_F8_LATENT ? 128 : 0;
+}
 KVL_INLINE int kvl__packs(int codec) { return kvl__group(codec) > 0; }
+
+/* Within a row of f8_latent: bytes to the scale (f32) of the number `dim` of a value, and to
+ * the number `dim` of a key behind the value (bf16). Scales take a multiple of 16 bytes. */
+KVL_INLINE int32_t kvl__scale_in_row(const kvl_strips *of, int32_t dim) {
+  return of->packed + dim / 128 * 4;
+}
+KVL_INLINE int32_t kvl__rest_in_row(const kvl_strips *of, int32_t dim) {
+  return of->packed + (of->packed + 511) / 512 * 16 + (dim - of->packed) * 2;
+}
 
 /* The strips of one format whose rows have `dim` numbers, from `begin` on. */
 KVL_INLINE kvl_strips kvl__strips_of(const kvl_format *f, int32_t dim, int64_t begin) {
   const int bits = kvl__bits(f->codec), group = kvl__group(f->codec);
   kvl_strips s = {0};
   s.begin = begin, s.dim = dim, s.bytes_row = dim * bits / 8;
+  if (f->codec == KVL_CODEC_F8_LATENT) {
+    s.packed = f->value_dim;
+    s.bytes_row = kvl__rest_in_row(&s, dim);
+  }
   s.bytes = (int64_t)f->block_size * s.bytes_row;
-  if (group == 0) return s;
+  if (f->codec != KVL_CODEC_INT8) return s;
   s.scales = (int32_t)s.bytes, s.groups = (dim + group - 1) / group;
   s.bytes += (int64_t)f->block_size * s.groups * 2;
   return s;

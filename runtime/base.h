@@ -41,13 +41,16 @@ typedef enum kvl_dtype {
 
 /* How the numbers of a page of KV memory are stored. A codec that stores them as a dtype
  * does has its number. KVL_CODEC_INT8 stores whole numbers of 8 bits, and beside them a bf16
- * scale for each token and 64 of its numbers; its pages are u8 [blocks, bytes]. */
+ * scale for each token and 64 of its numbers. KVL_CODEC_F8_LATENT is for shared values: it
+ * stores the value of a token in f8e4m3 with an f32 scale for each 128 of its numbers, and
+ * the key's other numbers in bf16. Pages of both are u8 [blocks, bytes]. */
 typedef enum kvl_codec {
   KVL_CODEC_F32 = KVL_DTYPE_F32,
   KVL_CODEC_F16 = KVL_DTYPE_F16,
   KVL_CODEC_BF16 = KVL_DTYPE_BF16,
   KVL_CODEC_F8E4M3 = KVL_DTYPE_F8E4M3,
   KVL_CODEC_INT8 = 16,
+  KVL_CODEC_F8_LATENT = 17,
 } kvl_codec;
 
 /* What a page of KV memory holds: the keys and values of block_size tokens in one layer. */
@@ -64,6 +67,7 @@ typedef struct kvl_strips {
   int64_t begin, bytes; /* from the page's start to the first strip; of one strip */
   int32_t bytes_row, dim;
   int32_t scales, groups; /* from a strip's start to its scales; scales of a row, or 0 */
+  int32_t packed;         /* of f8_latent: numbers of a row that are in 8 bits */
 } kvl_strips;
 
 /* Memory of pages of one layer, as kernels see it; kernels/page.h finds rows in it. */

@@ -37,20 +37,23 @@ local function poison_values(memory, o)
   end
 end
 
---- Makes the first number of each 64 of a row 127, so that the scales of int8 are 1 and
--- it holds whole numbers as they are.
+--- Makes the first number of each group of a row so large that its scale is 1, and that
+-- small whole numbers are held as they are.
+local LARGEST = { int8 = { group = 64, most = 127 }, f8_latent = { group = 128,
+                                                                  most = 448 } }
 local function give_scales(memory, o)
+  local of = LARGEST[o.dtype]
   for row = 0, #memory / o.head_dim - 1 do
-    for dim = 0, o.head_dim - 1, 64 do
+    for dim = 0, (o.value_dim or o.head_dim) - 1, of.group do
       local at = row * o.head_dim + dim + 1
-      if memory[at] == memory[at] then memory[at] = 127 end
+      if memory[at] == memory[at] then memory[at] = of.most end
     end
   end
 end
 
 --- A layer of a small cache, with tables and queries of some sequences.
 ---@param o table  dtype, group, kv_heads, block_size, head_dim, lens, blocks, scaled,
---                  id: of a policy and a shape (see once),
+--                  id: of a policy and a shape (see once), value_dim: of f8_latent,
 --                  wild: one number in so many is one of wild_numbers; poison: NaN in V
 function M.cache(dev, o, seed)
   local draw = M.draws(seed)
@@ -76,11 +79,13 @@ function M.cache(dev, o, seed)
   c.width, c.seqs = width + 1, seqs
   c.memory = numbers(o.blocks * 2 * o.kv_heads * o.block_size * o.head_dim)
   if o.poison then poison_values(c.memory, o) end
-  if o.dtype == "int8" then give_scales(c.memory, o) end
+  if LARGEST[o.dtype] then give_scales(c.memory, o) end
   c.layer = kv.from(c.dev, "f32",
     { o.blocks, 2, o.kv_heads, o.block_size, o.head_dim }, c.memory)
-  local int8
-  if o.dtype == "int8" then c.layer, int8 = support.int8_pages(c.layer)
+  local packed
+  if o.dtype == "int8" then c.layer, packed = support.int8_pages(c.layer)
+  elseif o.dtype == "f8_latent" then
+    c.layer, packed = support.f8_latent_pages(c.layer, o.value_dim)
   else c.layer = c.layer:cast(o.dtype) end
   local q
   c.q, q = make { seqs, o.kv_heads * o.group, o.head_dim }
@@ -103,9 +108,9 @@ function M.cache(dev, o, seed)
   if o.scaled then
     c.k_scale = kv.from(c.dev, "f32", { o.kv_heads }, o.scaled)
   end
-  c.format = int8 and { name = "int8", dtype = "bf16", of = function() return int8 end,
-                        scales = function() end,
-                        bytes_page = function() return c.layer:size(1) end }
+  c.format = packed and { name = o.dtype, dtype = "bf16", is_shared = o.value_dim ~= nil,
+                          of = function() return packed end, scales = function() end,
+                          bytes_page = function() return c.layer:size(1) end }
     or support.formats_of(c.layer, c.k_scale, c.k_scale)
   return c
 end
@@ -117,7 +122,8 @@ function M.attach(c, def, target)
   local p = policy.define(def) {}
   local ok, why = pcall(policy.attach, p, { device = c.dev, layers = 2, blocks = o.blocks,
     block_size = o.block_size, heads = o.kv_heads * o.group, kv_heads = o.kv_heads,
-    head_dim = o.head_dim, dtype = o.dtype, max_blocks = o.blocks, scale = 1,
+    head_dim = o.head_dim, value_dim = o.value_dim, dtype = o.dtype,
+    max_blocks = o.blocks, scale = 1,
     format = c.format })
   kernel.chosen = nil
   if not ok then error(why, 0) end

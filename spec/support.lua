@@ -292,24 +292,33 @@ function M.fails_each_allocation(open, most)
   error "it never opened"
 end
 
---- Pages of int8 that hold `values`, f32 [blocks, 2, kv_heads, block_size, head_dim]: the
--- memory, its format, and what it holds as a tensor like values.
-function M.int8_pages(values)
+--- Pages of a codec that packs numbers, with `values`, f32 [blocks, 2, kv_heads,
+-- block_size, head_dim]: the memory, its format, and what it holds, a tensor like values.
+local function packed_pages(codec, values, value_dim)
   local dev, dims = values.device, values:dims()
   local blocks, _, heads, size, dim = unpack(dims)
-  local format = kv.format { codec = "int8", kv_heads = heads, block_size = size,
-                             head_dim = dim }
+  local format = kv.format { codec = codec, kv_heads = heads, block_size = size,
+                             head_dim = dim, value_dim = value_dim }
   local memory = kv.zeros(dev, "u8", { blocks,
     tonumber(kv.C.kvl_format_bytes_page(format)) })
   local halves = values:transpose(0, 1)
   local function rows(half) -- as tokens
     return halves:index(half):transpose(1, 2):reshape { blocks * size, heads, dim }
   end
-  kv.ops.append_kv(rows(0), rows(1), kv.arange(dev, "i64", blocks * size), memory, format)
-  local held = kv.tensor(dev, "f32", halves:dims())
-  kv.ops.read_blocks(memory, kv.arange(dev, "i32", blocks), held:index(0), held:index(1),
-    format)
+  kv.ops.append_kv(rows(0), not value_dim and rows(1) or nil,
+    kv.arange(dev, "i64", blocks * size), memory, format)
+  local held = halves:clone()
+  kv.ops.read_blocks(memory, kv.arange(dev, "i32", blocks), held:index(0),
+    not value_dim and held:index(1) or nil, format)
   return memory, format, held:transpose(0, 1)
+end
+
+--- Pages of int8.
+function M.int8_pages(values) return packed_pages("int8", values) end
+
+--- Pages of f8_latent: the keys of `values`, whose first value_dim numbers are values.
+function M.f8_latent_pages(values, value_dim)
+  return packed_pages("f8_latent", values, value_dim)
 end
 
 --- The format of pages like `cache`, [blocks, 2, kv_heads, block_size, head_dim], with
@@ -411,9 +420,13 @@ function M.paged(c)
   local layout, dtype = p.layout, c.dtype or "f32"
   p.tables = M.block_table(rng, c.lens, c.block_size, p.max_blocks, layout.blocks)
   local shape = { layout.blocks, 2, layout.kv_heads, layout.block_size, layout.head_dim }
-  local drawn = M.randn(kv.device "cpu", dtype == "int8" and "f32" or dtype, shape,
-    c.seed or 1)
-  if dtype == "int8" then drawn = select(3, M.int8_pages(drawn)) end
+  local packs = dtype == "int8" or dtype == "f8_latent"
+  local function pages_of(values)
+    if dtype == "int8" then return M.int8_pages(values) end
+    return M.f8_latent_pages(values, c.value_dim)
+  end
+  local drawn = M.randn(kv.device "cpu", packs and "f32" or dtype, shape, c.seed or 1)
+  if packs then drawn = select(3, pages_of(drawn)) end
   p.cache = M.numbers(drawn)
   local valid, i = valid_tokens(p), 0
   for block = 0, layout.blocks - 1 do
@@ -426,11 +439,11 @@ function M.paged(c)
       end
     end
   end
-  --- The memory, tables and lengths, and the format of int8.
+  --- The memory, tables and lengths, and the format of what packs numbers.
   function p.on(dev)
     local memory, format
-    if dtype == "int8" then
-      memory, format = M.int8_pages(M.from(dev, "f32", shape, p.cache))
+    if packs then
+      memory, format = pages_of(M.from(dev, "f32", shape, p.cache))
     else
       memory = M.from(dev, dtype, shape, p.cache)
     end

@@ -15,6 +15,10 @@
       enum { D = KVL_CODEC_INT8 };         \
       call;                                \
     } break;                               \
+    case KVL_CODEC_F8_LATENT: {            \
+      enum { D = KVL_CODEC_F8_LATENT };    \
+      call;                                \
+    } break;                               \
     default: others;                       \
   }
 #define KVL_BY_CODEC(codec, call) KVL_BY_PACKED(codec, call, KVL_BY_STORED(codec, call))
@@ -35,21 +39,62 @@ static inline KVL_HOT vf vf_from_i8(const void *p) {
 #endif
 }
 
-/* Number `i` of a packed strip of `tokens` rows, and a vector of numbers from it on. */
-static inline KVL_HOT float scale_packed(const void *strip, int64_t i, const int tokens,
-                                         const int dim, const int codec) {
-  const int group = kvl__group(codec), groups = (dim + group - 1) / group;
-  const void *scales = (const char *)strip + (int64_t)tokens * dim;
-  return f32_from_bf16(((const uint16_t *)scales)[i / dim * groups + i % dim / group]);
+/* Of a packed row, whose scales begin at `scales` if they lie behind all rows: how many of its
+ * numbers have a scale; the scale of number d; a vector of numbers without it. */
+static inline KVL_HOT int scaled_numbers(const struct kvl_strips *of, const int codec) {
+  return codec == KVL_CODEC_INT8 || of->dim < of->packed ? of->dim : of->packed;
+}
+static inline KVL_HOT float scale_of(const struct kvl_strips *of, const char *row,
+                                     const char *scales, int d, const int codec) {
+  if (codec == KVL_CODEC_INT8)
+    return f32_from_bf16(((const uint16_t *)scales)[d / kvl__group(codec)]);
+  return *(const float *)(row + kvl__scale_in_row(of, d));
+}
+static inline KVL_HOT vf vf_from_8_bits(const char *p, const int codec) {
+  return codec == KVL_CODEC_INT8 ? vf_from_i8(p) : vf_load(p, 0, KVL_DTYPE_F8E4M3);
+}
+
+/* A vector of a packed row, from number d on, and one number. */
+static inline KVL_HOT vf vf_load_numbers(const struct kvl_strips *of, const char *row,
+                                         const char *scales, int d, int lanes,
+                                         const int codec) {
+  if (d >= scaled_numbers(of, codec))
+    return vf_load_n(row + kvl__rest_in_row(of, d), lanes, KVL_DTYPE_BF16);
+  return vf_from_8_bits(row + d, codec) * vf_set(scale_of(of, row, scales, d, codec));
+}
+static inline KVL_HOT float f32_load_number(const struct kvl_strips *of, const char *row,
+                                            const char *scales, int d, const int codec) {
+  if (d >= scaled_numbers(of, codec))
+    return f32_load(row + kvl__rest_in_row(of, d), 0, KVL_DTYPE_BF16);
+  const float x = codec == KVL_CODEC_INT8 ? (float)((const int8_t *)row)[d]
+                                          : f32_load(row, d, KVL_DTYPE_F8E4M3);
+  return x * scale_of(of, row, scales, d, codec);
+}
+
+/* The scales of a token's row. */
+static inline const char *scales_of(const struct kvl_strips *of, const char *strip,
+                                    int64_t token) {
+  return strip + of->scales + 2 * token * of->groups;
+}
+
+/* Number `i` of a packed strip, and a vector of numbers from it on, by what a kernel that is
+ * printed from an expression knows of the strip. values: the length of a value. */
+static inline KVL_HOT kvl_strips strips_of(int tokens, int dim, int values, const int codec) {
+  const kvl_format f = {.codec = codec, .block_size = tokens, .value_dim = values};
+  return kvl__strips_of(&f, dim, 0);
 }
 static inline KVL_HOT float f32_load_packed(const void *strip, int64_t i, const int tokens,
-                                            const int dim, const int codec) {
-  return ((const int8_t *)strip)[i] * scale_packed(strip, i, tokens, dim, codec);
+                                            const int dim, const int values,
+                                            const int codec) {
+  const kvl_strips of = strips_of(tokens, dim, values, codec);
+  return f32_load_number(&of, (const char *)strip + i / dim * of.bytes_row,
+                         scales_of(&of, strip, i / dim), (int)(i % dim), codec);
 }
 static inline KVL_HOT vf vf_load_packed(const void *strip, int64_t i, const int tokens,
-                                        const int dim, const int codec) {
-  return vf_from_i8((const char *)strip + i) *
-         vf_set(scale_packed(strip, i, tokens, dim, codec));
+                                        const int dim, const int values, const int codec) {
+  const kvl_strips of = strips_of(tokens, dim, values, codec);
+  return vf_load_numbers(&of, (const char *)strip + i / dim * of.bytes_row,
+                         scales_of(&of, strip, i / dim), (int)(i % dim), VF, codec);
 }
 
 /* Numbers of a token's row from `d` on; lanes past `lanes` are 0 or what follows. */
@@ -57,38 +102,61 @@ static inline KVL_HOT vf vf_load_row(const struct kvl_strips *of, const char *st
                                      int64_t token, int d, int lanes, const int codec) {
   const char *row = strip + token * of->bytes_row;
   if (!kvl__packs(codec)) return vf_load_n(at_const(row, d, codec), lanes, codec);
-  const char *scale = strip + of->scales + 2 * (token * of->groups + d / kvl__group(codec));
-  return vf_from_i8(row + d) * vf_set(f32_from_bf16(*(const uint16_t *)scale));
+  return vf_load_numbers(of, row, scales_of(of, strip, token), d, lanes, codec);
 }
 
-/* Unpacks a row that begins at `numbers` and whose scales begin at `scales`. */
-static inline KVL_HOT void unpack_row(const char *numbers, const char *scales, int dim,
-                                      const int codec, float *out) {
-  const int group = kvl__group(codec);
-  for (int d = 0; d < dim; scales += 2) {
-    const vf scale = vf_set(f32_from_bf16(*(const uint16_t *)scales));
-    for (const int end = dim - d < group ? dim : d + group; d < end; d += VF)
-      vf_store(out, d, vf_from_i8(numbers + d) * scale, KVL_DTYPE_F32);
+/* Unpacks a row. */
+static inline KVL_HOT void unpack_row(const struct kvl_strips *of, const char *row,
+                                      const char *scales, const int codec, float *out) {
+  const int group = kvl__group(codec), scaled = scaled_numbers(of, codec);
+  int d = 0;
+  while (d < scaled) {
+    const vf scale = vf_set(scale_of(of, row, scales, d, codec));
+    for (const int end = scaled - d < group ? scaled : d + group; d < end; d += VF)
+      vf_store(out, d, vf_from_8_bits(row + d, codec) * scale, KVL_DTYPE_F32);
   }
+  for (; d < of->dim; d += VF)
+    vf_store(out, d, vf_load_numbers(of, row, scales, d, vf_left(d, of->dim), codec),
+             KVL_DTYPE_F32);
 }
 
-/* Packs a row of f32. A group's scale is its largest magnitude / 127 in bf16, rounded to
- * nearest, and a number is x * (1 / scale), rounded to the nearest whole one. A group with NaN
- * or infinity is NaN as a whole; one whose scale is below 2^-126 has zeros. */
-static inline void pack_row(const float *x, int dim, int codec, void *numbers, void *scales) {
-  const int group = kvl__group(codec);
-  for (int d = 0; d < dim; scales = (char *)scales + 2) {
-    const int end = dim - d < group ? dim : d + group;
-    float most = 0, other = 0;
-    for (int i = d; i < end; i++) {
-      most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
-      other += x[i] * 0;
+/* The scale of numbers that share one: their largest magnitude / most, or NaN if one of them
+ * is NaN or infinite. */
+static inline float group_scale(const float *x, int n, float most) {
+  float largest = 0, other = 0;
+  for (int i = 0; i < n; i++) {
+    largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+    other += x[i] * 0;
+  }
+  return other == 0 ? largest / most : NAN;
+}
+
+/* Packs a row of f32. Of int8, a group's scale is its largest magnitude / 127 in bf16, rounded
+ * to nearest, and a number is x * (1 / scale), rounded to the nearest whole one; of f8_latent
+ * it is the largest magnitude / 448 in f32, and a number is x * (1 / scale) in f8e4m3. A group
+ * with NaN or infinity is NaN as a whole; one whose scale is below 2^-126 has zeros. */
+static inline void pack_row(const struct kvl_strips *of, const float *x, int codec, char *row,
+                            char *scales) {
+  const int group = kvl__group(codec), scaled = scaled_numbers(of, codec);
+  const int is_int8 = codec == KVL_CODEC_INT8;
+  for (int d = 0; d < scaled;) {
+    const int begin = d, end = scaled - d < group ? scaled : d + group;
+    float scale = group_scale(x + d, end - d, is_int8 ? 127 : 448);
+    if (is_int8) {
+      const uint16_t stored = bf16_from_f32(scale);
+      ((uint16_t *)scales)[begin / group] = stored, scale = f32_from_bf16(stored);
+    } else {
+      memcpy(row + kvl__scale_in_row(of, begin), &scale, 4);
     }
-    const uint16_t scale = other == 0 ? bf16_from_f32(most / 127) : 0x7FC0;
-    const float unit = f32_from_bf16(scale), by = unit >= 0x1p-126f ? 1 / unit : 0;
-    memcpy(scales, &scale, 2);
-    for (; d < end; d++) ((int8_t *)numbers)[d] = (int8_t)(by > 0 ? rintf(x[d] * by) : 0);
+    const float by = scale >= 0x1p-126f ? 1 / scale : 0;
+    for (; d < end; d++) {
+      const float y = by > 0 ? x[d] * by : 0;
+      if (is_int8) row[d] = (int8_t)rintf(y);
+      else f32_store(row, d, y, KVL_DTYPE_F8E4M3);
+    }
   }
+  for (int d = scaled; d < of->dim; d++)
+    f32_store(row + kvl__rest_in_row(of, d), 0, x[d], KVL_DTYPE_BF16);
 }
 
 #endif

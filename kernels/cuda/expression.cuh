@@ -131,6 +131,40 @@ DEVICE float packed_one(const void *strip, int64_t i, int tokens, int dim) {
   return (float)((const signed char *)strip)[i] * packed_scale(strip, i, tokens, dim);
 }
 
+/* N numbers of a strip of f8_latent, from number i on, which is a multiple of N, and one. A row
+ * has `dim` numbers, of which `values` are in 8 bits. */
+template <int N> struct latent_chunk {
+  float x[N];
+  DEVICE_MEMBER void load(const void *strip, int64_t i, int dim, int values) {
+    kvl_strips of = {};
+    of.packed = values;
+    const int d = (int)(i % dim);
+    const char *row = (const char *)strip + i / dim * kvl__rest_in_row(&of, dim);
+    if (d < values) {
+      chunk<N> raw;
+      raw.load(row + d);
+      const float scale = __ldg((const float *)(row + kvl__scale_in_row(&of, d)));
+#pragma unroll
+      for (int e = 0; e < N; e++) x[e] = raw.f8e4m3(e) * scale;
+    } else {
+      chunk<2 * N> raw;
+      raw.load(row + kvl__rest_in_row(&of, d));
+#pragma unroll
+      for (int e = 0; e < N; e++) x[e] = raw.bf16(e);
+    }
+  }
+  DEVICE_MEMBER void clear() {
+#pragma unroll
+    for (int e = 0; e < N; e++) x[e] = 0;
+  }
+  DEVICE_MEMBER float f32(int i) const { return x[i]; }
+};
+DEVICE float latent_one(const void *strip, int64_t i, int dim, int values) {
+  latent_chunk<1> one;
+  one.load(strip, i, dim, values);
+  return one.x[0];
+}
+
 DEVICE void store_f32(void *p, int64_t i, float x) { ((float *)p)[i] = x; }
 DEVICE void store_f16(void *p, int64_t i, float x) { ((uint16_t *)p)[i] = to_f16(x); }
 DEVICE void store_bf16(void *p, int64_t i, float x) { ((uint16_t *)p)[i] = to_bf16(x); }

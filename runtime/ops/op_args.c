@@ -12,11 +12,14 @@ unsigned kvl__read_of(int codec) {
 static unsigned memory_of(int codec) { return kvl__packs(codec) ? KVL__U8 : 1u << codec; }
 
 static const char *codec_name(int codec) {
-  return codec == KVL_CODEC_INT8 ? "int8" : kvl_dtype_name(codec);
+  return codec == KVL_CODEC_INT8        ? "int8"
+         : codec == KVL_CODEC_F8_LATENT ? "f8_latent"
+                                        : kvl_dtype_name(codec);
 }
 
 static int is_codec(int codec) {
-  return (codec >= 0 && codec <= KVL_CODEC_F8E4M3) || codec == KVL_CODEC_INT8;
+  return (codec >= 0 && codec <= KVL_CODEC_F8E4M3) || codec == KVL_CODEC_INT8 ||
+         codec == KVL_CODEC_F8_LATENT;
 }
 
 void kvl__expect_head_dim(struct kvl__call *c, int most) {
@@ -41,32 +44,41 @@ static void expect_values(struct kvl__call *c, const char *name, const kvl_forma
   if (!f->is_shared && f->value_dim != f->key_dim)
     kvl__call_fail(c, "%s has keys of %d numbers and values of %d, expected values like keys",
                    name, f->key_dim, f->value_dim);
-  if (!f->is_shared) return;
+  if (!f->is_shared) {
+    if (f->codec == KVL_CODEC_F8_LATENT)
+      kvl__call_fail(c, "%s is f8_latent, expected values that are the first numbers of keys",
+                     name);
+    return;
+  }
   if (f->value_dim < 8 || f->value_dim > f->key_dim || f->value_dim % 8)
     kvl__call_fail(c,
                    "%s has values of %d numbers, expected a multiple of 8 from 8 to the "
                    "%d of a key, of which they are the first",
                    name, f->value_dim, f->key_dim);
-  if (kvl__bits(f->codec) == 8 || f->k_scale || f->v_scale)
-    kvl__call_fail(c, "%s is %s with shared values, expected f32, f16 or bf16", name,
-                   codec_name(f->codec));
+  if (f->codec == KVL_CODEC_F8E4M3 || f->codec == KVL_CODEC_INT8)
+    kvl__call_fail(c, "%s is %s with shared values, expected f32, f16, bf16 or f8_latent",
+                   name, codec_name(f->codec));
+  if (f->codec == KVL_CODEC_F8_LATENT && f->value_dim % 16)
+    kvl__call_fail(c, "%s has values of %d numbers, expected a multiple of 16 for f8_latent",
+                   name, f->value_dim);
 }
 
 static void expect_format(struct kvl__call *c, const char *name, const kvl_format *f) {
   if (!is_codec(f->codec))
-    kvl__call_fail(c, "%s has codec %d, expected 0 ... %d or %d", name, f->codec,
-                   KVL_CODEC_F8E4M3, KVL_CODEC_INT8);
+    kvl__call_fail(c, "%s has codec %d, expected 0 ... %d, %d or %d", name, f->codec,
+                   KVL_CODEC_F8E4M3, KVL_CODEC_INT8, KVL_CODEC_F8_LATENT);
   if (f->kv_heads < 0)
     kvl__call_fail(c, "%s has %d kv_heads, expected 0 or more", name, f->kv_heads);
   if (f->block_size < 1 || f->block_size > 4096)
     kvl__call_fail(c, "block_size is %d, expected 1 ... 4096", f->block_size);
   if (c->status >= 0) expect_values(c, name, f);
-  if (c->status >= 0 && kvl__bits(f->codec) == 8 && f->key_dim % 16)
+  const int of_8_bits = f->codec == KVL_CODEC_F8E4M3 || f->codec == KVL_CODEC_INT8;
+  if (c->status >= 0 && of_8_bits && f->key_dim % 16)
     kvl__call_fail(c, "head_dim is %d, expected a multiple of 16 for an %s %s", f->key_dim,
                    codec_name(f->codec), name);
-  if (c->status >= 0 && kvl__packs(f->codec) && f->block_size % 8)
-    kvl__call_fail(c, "block_size is %d, expected a multiple of 8 for an %s %s",
-                   f->block_size, codec_name(f->codec), name);
+  if (c->status >= 0 && f->codec == KVL_CODEC_INT8 && f->block_size % 8)
+    kvl__call_fail(c, "block_size is %d, expected a multiple of 8 for an int8 %s",
+                   f->block_size, name);
 }
 
 /* Checks the scales of a format and sets them in a view of its pages. */

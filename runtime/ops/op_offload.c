@@ -10,7 +10,7 @@ static void *ptr_of(const kvl_tensor *t) { return t ? t->ptr : NULL; }
 /* Expects pages whose tokens can be moved one by one. */
 static void expect_single_tokens(struct kvl__call *c, const char *name,
                                  const struct kvl_pages *pages) {
-  if (c->status >= 0 && kvl__packs(pages->codec))
+  if (c->status >= 0 && pages->codec == KVL_CODEC_INT8)
     kvl__call_fail(c,
                    "%s is int8, whose numbers and scales lie apart, expected another format "
                    "where single tokens move",

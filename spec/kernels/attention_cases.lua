@@ -20,7 +20,7 @@
 --   scales   "k", "v", "both": of an f8e4m3 cache, random, one a KV head
 --   forget   nothing is left of the keys that no row's window has: their blocks are not
 --            in the tables
---   dtype    of the cache; "int8": its format
+--   dtype    of the cache; "int8", "f8_latent": its format
 --   value_dim  values are the first numbers of their keys, so many
 --   poison   V of these keys, counted from a sequence's end (1: the last), is NaN, inf
 --            and -inf in turn; f8e4m3 and int8 have no infinities
@@ -183,6 +183,11 @@ local function keys_alone(dev, c, layout, memory)
   for page = 0, #memory - 1, 2 * half do
     for i = 1, half do keys[#keys + 1] = memory[page + i] end
   end
+  if c.dtype == "f8_latent" then
+    local held = support.from(dev, "f32", { #keys / half, 1, layout.kv_heads,
+      layout.block_size, layout.head_dim }, keys)
+    return (support.f8_latent_pages(held, c.value_dim))
+  end
   return support.from(dev, c.dtype or "f32", { #keys / half, half }, keys)
 end
 
@@ -196,6 +201,8 @@ local function cut(flat, dim, n)
 end
 
 local POISON = { NAN, INF, -INF }
+local IS_PACKED = { int8 = true, f8_latent = true }
+local IS_8BIT = { f8e4m3 = true, int8 = true, f8_latent = true }
 
 --- Writes the poison into V of the cache, in every KV head; one key has all its dims
 -- poisoned, the next has every third.
@@ -209,9 +216,8 @@ local function poison_values(c, paged)
         local half = c.value_dim and 0 or 1
         local lane = (paged.tables[entry] * 2 + half) * layout.kv_heads + h
         local at = (lane * c.block_size + p % c.block_size) * layout.head_dim
-        for d = 1, layout.head_dim, (i % 2 == 1 or c.dtype == "int8") and 1 or 3 do
-          cache[at + d] = (c.dtype == "f8e4m3" or c.dtype == "int8") and NAN
-            or POISON[(i - 1) % 3 + 1]
+        for d = 1, layout.head_dim, (i % 2 == 1 or IS_PACKED[c.dtype]) and 1 or 3 do
+          cache[at + d] = IS_8BIT[c.dtype] and NAN or POISON[(i - 1) % 3 + 1]
         end
       end
     end
@@ -262,8 +268,7 @@ M.inputs = support.latest(function(c)
       starts[#starts + 1] = tokens
     end
   end
-  local is_8bit = c.dtype == "f8e4m3" or c.dtype == "int8"
-  local q_dtype = c.q or is_8bit and "bf16" or c.dtype or "f32"
+  local q_dtype = c.q or IS_8BIT[c.dtype] and "bf16" or c.dtype or "f32"
   local q = support.randn(kv.device "cpu", q_dtype, { tokens, heads, dim }, 99)
   if c.unit then q = (q:cast "f32" * c.unit):cast(q_dtype) end
   local alibi
@@ -323,9 +328,9 @@ local function tensors(dev, c, inputs)
   local cache, tables, lens, format = inputs.paged.on(dev)
   if c.slots then
     local dims = { inputs.blocks, 2, layout.kv_heads, layout.block_size, layout.head_dim }
-    if format then
+    if c.dtype == "int8" then
       cache, format = support.int8_pages(support.from(dev, "f32", dims, inputs.memory))
-    else
+    elseif not c.value_dim then
       cache = support.from(dev, c.dtype or "f32", dims, inputs.memory)
     end
   end

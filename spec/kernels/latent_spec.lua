@@ -4,7 +4,7 @@ local kv = require "kvlab"
 local support = require "spec.support"
 local attention = require "spec.kernels.attention_cases"
 
-local ulp = { f32 = 0, f16 = 2^-11, bf16 = 2^-8 }
+local ulp = { f32 = 0, f16 = 2^-11, bf16 = 2^-8, f8_latent = 2^-8 }
 
 --- Cases of attention over latents, by what they are about.
 local topics = {
@@ -12,6 +12,7 @@ local topics = {
   ["every dtype"] = {}, ["several new tokens, and prompts"] = {},
   ["selections, slots and what came before"] = {}, ["lists of tokens"] = {},
   ["NaN and inf in what a row does not see"] = {},
+  ["values in 8 bits"] = {},
 }
 local function add(topic, c)
   c.block_size, c.head_dim = c.block_size or 16, c.head_dim or 40
@@ -78,6 +79,30 @@ for _, group in ipairs { 2, 16 } do
     group = group, window = 25, poison = { 50, 51, 52, 40 } })
 end
 
+for _, dims in ipairs { { 16, 16 }, { 24, 16 }, { 200, 144 }, { 576, 512 } } do
+  for _, q in ipairs { "bf16", "f16", "f32" } do
+    add("values in 8 bits", { lens = { 70, 9 }, group = 5, head_dim = dims[1],
+      value_dim = dims[2], q = q, dtype = "f8_latent" })
+  end
+end
+for _, c in ipairs {
+  { lens = { 45, 0, 100 }, group = 16 }, { lens = { 45, 100 }, group = 130 },
+  { lens = { 40, 33, 90 }, rows = { 40, 1, 25 }, group = 4 },
+  { lens = { 90 }, rows = { 33 }, group = 16, window = 20, alibi = true, soft_cap = 3 },
+  { lens = { 40, 70 }, rows = { 8, 5 }, group = 4, tree = true },
+  { lens = { 130, 39, 1 }, group = 12, select = "shared", slots = "gaps", prev = true },
+  { lens = { 130, 39, 4 }, rows = { 5, 1, 3 }, group = 40, listed = "shared",
+    slots = "gaps" },
+  { lens = { 130, 39, 4 }, group = 3, listed = "shared", count = 200 },
+  { lens = { 60, 80 }, rows = { 4, 3 }, group = 16, window = 25,
+    poison = { 50, 51, 52, 40 } },
+  { lens = { 60 }, rows = { 20 }, group = 2, poison = { 1, 2, 3, 4, 5 } },
+  { lens = { 45, 7 }, kv_heads = 3, group = 4 },
+} do
+  c.dtype, c.head_dim, c.value_dim = "f8_latent", 48, 32
+  add("values in 8 bits", c)
+end
+
 local function format_of(o)
   return kv.format { codec = o.codec or "bf16", kv_heads = o.kv_heads or 1,
     block_size = o.block_size or 4, head_dim = o.head_dim or 24,
@@ -105,15 +130,19 @@ local large = {} -- sizes that a GPU divides over its thread blocks
 for _, group in ipairs { 1, 16, 20, 32, 33, 64, 128, 130 } do
   for _, with in ipairs { {}, { listed = "shared", count = 300 }, { window = 700 },
                           { select = "shared" }, { rows = { 3, 70 } } } do
-    large[#large + 1] = { lens = { 900, 2000 }, rows = with.rows, group = group,
-      head_dim = 576, value_dim = 512, dtype = "bf16", block_size = 64,
-      listed = with.listed, count = with.count, window = with.window,
-      select = with.select }
+    for _, dtype in ipairs { "bf16", "f8_latent" } do
+      large[#large + 1] = { lens = { 900, 2000 }, rows = with.rows, group = group,
+        head_dim = 576, value_dim = 512, dtype = dtype, block_size = 64,
+        listed = with.listed, count = with.count, window = with.window,
+        select = with.select }
+    end
   end
 end
 for _, block_size in ipairs { 1, 5, 8, 48, 128 } do
-  large[#large + 1] = { lens = { 700, 3, 0, 129 }, group = 16, head_dim = 576,
-    value_dim = 512, dtype = "f16", block_size = block_size }
+  for _, dtype in ipairs { "f16", "f8_latent" } do
+    large[#large + 1] = { lens = { 700, 3, 0, 129 }, group = 16, head_dim = 576,
+      value_dim = 512, dtype = dtype, block_size = block_size }
+  end
 end
 local many = {}
 for i = 1, 300 do many[i] = i * 7 % 90 end
@@ -125,8 +154,11 @@ local function check_gpu(cuda, cpu, cases)
     local out, lse = attention.run(cuda, c)
     local want, want_lse = attention.run(cpu, c)
     local rel = 2 * math.max(ulp[out:type()], ulp[c.dtype or "f32"])
-    support.close(out, want, 6e-5 + rel, rel, ("out of case %d"):format(i))
-    support.close(lse, want_lse, 6e-5 + rel / 8, 1e-5, ("lse of case %d"):format(i))
+    -- tensor cores take what is packed as numbers of q's dtype
+    local kept = c.dtype == "f8_latent" and 2 * ulp[c.q or "bf16"] or 0
+    support.close(out, want, 6e-5 + rel + kept, rel, ("out of case %d"):format(i))
+    support.close(lse, want_lse, 6e-5 + rel / 8 + kept, 1e-5,
+      ("lse of case %d"):format(i))
   end
 end
 
@@ -233,8 +265,8 @@ describe("latents", function()
     support.raises("values of 32 numbers, expected a multiple of 8 from 8 to the 24 of a "
       .. "key", format_of, { value_dim = 32 })
     support.raises("values of 12 numbers", format_of, { value_dim = 12 })
-    support.raises("int8 with shared values, expected f32, f16 or bf16", format_of,
-      { codec = "int8", block_size = 8, head_dim = 64, value_dim = 32 })
+    support.raises("int8 with shared values, expected f32, f16, bf16 or f8_latent",
+      format_of, { codec = "int8", block_size = 8, head_dim = 64, value_dim = 32 })
     local format, memory = format_of {}, kv.zeros(cpu, "bf16", { 3, 1, 4, 24 })
     local k, v = kv.zeros(cpu, "bf16", { 1, 1, 24 }), kv.zeros(cpu, "bf16", { 1, 1, 16 })
     local places = kv.zeros(cpu, "i64", { 1 })

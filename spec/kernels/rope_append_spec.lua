@@ -9,6 +9,20 @@ local BLOCKS, POSITIONS = 5, { 0, 1, 2, 511, 4095, 131071, 1000003, -5 }
 
 --- What one call takes, on `dev`. Every third token has no place, and one has a
 -- place past the end.
+local function latents_of(c)
+  return kv.format { codec = c.dtype, kv_heads = c.kv_heads, block_size = c.block_size,
+                     head_dim = c.head_dim, value_dim = c.value_dim }
+end
+
+--- The dtype and the dims of a case's memory.
+local function memory_of(c)
+  if c.dtype == "f8_latent" then
+    return { "u8", { BLOCKS, tonumber(kv.C.kvl_format_bytes_page(latents_of(c))) } }
+  end
+  return { c.dtype, { BLOCKS, c.value_dim and 1 or 2, c.kv_heads, c.block_size,
+                      c.head_dim } }
+end
+
 local function prepare(dev, c)
   local rng, positions, inv_freq = support.rng(c.tokens + c.head_dim), {}, {}
   local places = support.distinct(rng, c.tokens, BLOCKS * c.block_size)
@@ -29,15 +43,12 @@ local function prepare(dev, c)
     positions = kv.from(dev, "i32", { c.tokens }, positions),
     inv_freq = kv.from(dev, "f32", { c.pairs }, inv_freq),
     places = kv.from(dev, "i64", { c.tokens }, places),
-    cache = (c.pinned and kv.pinned or kv.tensor)(dev, c.dtype,
-      { BLOCKS, c.value_dim and 1 or 2, c.kv_heads, c.block_size, c.head_dim }):fill_(7),
+    cache = (c.pinned and kv.pinned or kv.tensor)(dev, unpack(memory_of(c))):fill_(7),
     k_scale = scale(4), v_scale = scale(5) }
 end
 
 local function format_of(t, c)
-  if not c.value_dim then return support.format_of(t.cache, t.k_scale, t.v_scale) end
-  return kv.format { codec = c.dtype, kv_heads = c.kv_heads, block_size = c.block_size,
-                     head_dim = c.head_dim, value_dim = c.value_dim }
+  return c.value_dim and latents_of(c) or support.format_of(t.cache, t.k_scale, t.v_scale)
 end
 
 local function fused(dev, c)
@@ -72,12 +83,16 @@ local function case(i, s, dtype, from)
 end
 
 local cases, latents = {}, {}
-for _, dtype in ipairs { "f32", "f16", "bf16", "f8e4m3" } do
+for _, dtype in ipairs { "f32", "f16", "bf16", "f8e4m3", "f8_latent" } do
   for _, from in ipairs { "f32", "f16", "bf16" } do
-    if from == "f32" or from == dtype or dtype == "f8e4m3" then
-      for i, s in ipairs(SHAPES) do cases[#cases + 1] = case(i, s, dtype, from) end
+    if from == "f32" or from == dtype or dtype:find "^f8" then
+      for i, s in ipairs(dtype ~= "f8_latent" and SHAPES or {}) do
+        cases[#cases + 1] = case(i, s, dtype, from)
+      end
       for i, s in ipairs(dtype ~= "f8e4m3" and LATENTS or {}) do
-        latents[#latents + 1] = case(i, s, dtype, from)
+        if dtype ~= "f8_latent" or s[7] % 16 == 0 then
+          latents[#latents + 1] = case(i, s, dtype, from)
+        end
       end
     end
   end

@@ -7,6 +7,8 @@
 #include "cpu/split.h"
 #include "cpu/strip.h"
 
+enum { ROW_MOST = 576 }; /* numbers of a row, at most */
+
 struct append {
   struct kvl_pages to;
   const void *k, *v;
@@ -47,9 +49,9 @@ static inline KVL_HOT int append_row(const void *from, const struct kvl_strips *
   const int dim = of->dim;
   char *to = strip + token * of->bytes_row;
   if (kvl__packs(codec)) {
-    float x[256 + VF];
+    float x[ROW_MOST + VF];
     KVL_BY_FLOAT(dtype, convert_row(from, x, dim, 1, D, KVL_DTYPE_F32))
-    pack_row(x, dim, codec, to, strip + of->scales + token * 2 * of->groups);
+    pack_row(of, x, codec, to, (char *)scales_of(of, strip, token));
   } else if (dtype == codec) {
     memcpy(to, from, (size_t)dim * kvl__float_bytes(codec));
   } else if (codec == KVL_DTYPE_F8E4M3) {

@@ -137,15 +137,16 @@ static inline void walk_tile(struct key_walk *w, struct key_tile *tile) {
 
 /* Unpacks the K of a tile, or the V that lie `value` bytes further on, into rows of `step`
  * floats. Asks for those of the next tile. */
-static inline void unpack_tile(const struct key_tile *tile, const struct key_tile *next,
-                               int64_t value, int dim, int codec, float *out, int step) {
+static inline void unpack_tile(const struct kvl_strips *of, const struct key_tile *tile,
+                               const struct key_tile *next, int64_t value, int codec,
+                               float *out, int step) {
   for (int k = 0; k < tile->n; k++) {
-    KVL_BY_PACKED(
-        codec,
-        unpack_row(tile->k[k] + value, tile->scales[k] + value, dim, D, out + k * step), )
+    const char *row = tile->k[k] + value;
+    const char *scales = of->groups > 0 ? tile->scales[k] + value : NULL;
+    KVL_BY_PACKED(codec, unpack_row(of, row, scales, D, out + k * step), )
     if (next && k < next->n) {
-      prefetch(next->k[k] + value, 0, dim);
-      prefetch(next->scales[k] + value, 0, 1);
+      prefetch(next->k[k] + value, 0, of->bytes_row);
+      if (scales) prefetch(next->scales[k] + value, 0, 1);
     }
   }
 }

@@ -182,7 +182,8 @@ static KVL_APART void attend_tiles(const struct task *t, struct key_walk walk, s
   const int value_dim = t->args->cache.value.dim, value_padded = dim_padded(value_dim);
   const int codec = t->args->cache.codec, dtype = rows_dtype(codec);
   const int rows = dot_rows(t->rows);
-  const int64_t value = room ? (char *)room->v - (char *)room->k : walk.value;
+  const struct kvl_pages *c = &t->args->cache;
+  const int64_t value = room && walk.value ? (char *)room->v - (char *)room->k : walk.value;
   const int all = (t->rows + rows - 1) / rows * rows;
   add_function *add = add_function_of(rows, dtype), *add_row = add_function_of(1, dtype);
   float q[FEW_ROWS * HEAD_DIM_MAX] __attribute__((aligned(64)));
@@ -205,8 +206,8 @@ static KVL_APART void attend_tiles(const struct task *t, struct key_walk walk, s
   while (now->n > 0) {
     walk_tile(&walk, next);
     if (room) {
-      unpack_tile(now, next, 0, dim, codec, room->k, padded);
-      unpack_tile(now, next, walk.value, dim, codec, room->v, padded);
+      unpack_tile(&c->key, now, next, 0, codec, room->k, padded);
+      if (value) unpack_tile(&c->value, now, next, walk.value, codec, room->v, padded);
       for (int k = 0; k < now->n; k++) now->k[k] = (const char *)(room->k + k * padded);
       for (int k = 0; k < TILE_KEYS; k++) ahead[k] = now->k[0];
     } else {

@@ -177,17 +177,17 @@ static inline KVL_HOT void convert_rows(const struct key_tile *tile, int64_t off
   }
 }
 
-static void convert_tile(const struct key_tile *tile, int64_t offset, int dim, float *out,
-                         int codec) {
+static void convert_tile(const struct kvl_strips *of, const struct key_tile *tile,
+                         int64_t offset, float *out, int codec) {
   switch (codec) {
 #define CASE(dtype) \
-  case dtype: convert_rows(tile, offset, dim, out, dtype); break;
+  case dtype: convert_rows(tile, offset, of->dim, out, dtype); break;
     CASE(KVL_DTYPE_F32)
     CASE(KVL_DTYPE_F16)
     CASE(KVL_DTYPE_BF16)
     CASE(KVL_DTYPE_F8E4M3)
 #undef CASE
-    default: unpack_tile(tile, NULL, offset, dim, codec, out, dim_padded(dim));
+    default: unpack_tile(of, tile, NULL, offset, codec, out, dim_padded(of->dim));
   }
 }
 
@@ -211,8 +211,8 @@ static void attend_many(const struct task *t, struct key_walk walk, struct sums 
   sums_clear(sums, panels * PANEL, dim_padded(value_dim));
   struct key_tile tile;
   for (walk_tile(&walk, &tile); tile.n > 0; walk_tile(&walk, &tile)) {
-    convert_tile(&tile, 0, dim, m.k, a->cache.codec);
-    convert_tile(&tile, walk.value, value_dim, m.v, a->cache.codec);
+    convert_tile(&a->cache.key, &tile, 0, m.k, a->cache.codec);
+    convert_tile(&a->cache.value, &tile, walk.value, m.v, a->cache.codec);
     for (int row = 0; row < t->rows; row += PANEL) attend_panel(t, &tile, row, &m, sums);
   }
 }

@@ -15,8 +15,6 @@
 #include "cpu/attention/append.h"
 #include "cpu/linear/rope.h"
 
-enum { HEAD_DIM = 576 }; /* at most */
-
 static inline KVL_HOT void rotate_head(const struct kvl_rope_append_args *a, void *row,
                                        const float *s, const float *c, const int dtype) {
   rotate(at(row, a->first, dtype), at(row, a->first + a->pairs, dtype), (int)a->pairs, s, c,
@@ -36,7 +34,7 @@ static inline KVL_HOT int append_head(const struct kvl_rope_append_args *a, int6
   const struct kvl_pages *to = &a->cache;
   const struct kvl_strips *key = &to->key, *value = &to->value;
   const int64_t row = token * to->kv_heads + head;
-  float k[HEAD_DIM];
+  float k[ROW_MOST];
   memcpy(k, at_const(a->k, row * key->dim, dtype),
          (size_t)key->dim * kvl__float_bytes(dtype));
   rotate_head(a, k, s, c, dtype);

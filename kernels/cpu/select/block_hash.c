@@ -17,7 +17,7 @@ static inline KVL_HOT void take_key(float *x, const struct kvl_strips *of, const
   const char *row = strip + token * of->bytes_row;
   float key[HASH_DIM_MAX] __attribute__((aligned(64)));
   if (kvl__packs(codec)) {
-    unpack_row(row, strip + of->scales + token * 2 * of->groups, of->dim, codec, key);
+    unpack_row(of, row, scales_of(of, strip, token), codec, key);
     row = (const char *)key;
   }
   hash_take(x, row, of->dim, add, rows_dtype(codec));

@@ -31,8 +31,8 @@ static float score_block(const struct score *s, const struct run *r, const char 
       x[j] = k + token * of->bytes_row, soon[j] = next + token * of->bytes_row;
       if (!packed) continue;
       float *to = room + j * padded;
-      const char *scales = k + of->scales + token * 2 * of->groups;
-      KVL_BY_PACKED(s->pages->codec, unpack_row(x[j], scales, of->dim, D, to), )
+      const char *scales = scales_of(of, k, token);
+      KVL_BY_PACKED(s->pages->codec, unpack_row(of, x[j], scales, D, to), )
       x[j] = (const char *)to, soon[j] = x[j];
     }
     const struct dots d = {.q = q,

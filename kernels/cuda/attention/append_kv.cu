@@ -15,7 +15,7 @@
  *         f8e4m3 14.1 us, 0.58 (3.0 us of it are an empty launch, the rest is divisions)
  *         (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu) */
 #include "args/attention.h"
-#include "cuda/attention/append_rows.cuh"
+#include "cuda/attention/append_latent.cuh"
 
 KVL_CUDA_KERNEL(append_kv) {
   return kvl::append_rows(*(const kvl_append_kv_args *)args, (const kvl_cuda_queue *)queue);

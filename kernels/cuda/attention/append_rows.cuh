@@ -172,10 +172,13 @@ int start_append(const Args &a, const kvl_cuda_queue *q) {
                              grid(pieces, APPEND_THREADS, q), APPEND_THREADS, 0, q, a);
 }
 
+template <class Args> int append_latent(const Args &a, const kvl_cuda_queue *q);
+
 template <class Args> int append_rows(const Args &a, const kvl_cuda_queue *q) {
   if (a.tokens == 0 || a.cache.kv_heads == 0) return KVL_OK;
   if (!aligned16(a.k, a.v, a.cache.memory))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
+  if (a.cache.codec == KVL_CODEC_F8_LATENT) return append_latent(a, q);
   return with_codec<void>(a.cache.codec, [&](auto of) -> int {
     using C = typename decltype(of)::C;
     int status = KVL_OK;

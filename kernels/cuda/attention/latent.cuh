@@ -25,7 +25,7 @@
 #ifndef KVL_CUDA_LATENT_CUH
 #define KVL_CUDA_LATENT_CUH
 
-#include "cuda/attention/latent_memory.cuh"
+#include "cuda/attention/latent_convert.cuh"
 #include "cuda/attention/wgmma_state.cuh"
 
 namespace kvl {
@@ -583,13 +583,15 @@ __global__ void __maxnreg__(shape::REGISTERS)
   let_next_start();
   /* warp is the same in all lanes; the shuffle tells the compiler so. */
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
-  if (warpgroup > 0) {
+  if (warpgroup == 1 || warpgroup == 2) {
     registers_take<shape::TAKE>();
     if constexpr (shape::FEW) latent_few<T, shape>(a, plan, memory, warpgroup - 1).attend();
     else latent_many<T, shape>(a, plan, memory, warpgroup - 1).attend();
   } else {
     registers_give<shape::GIVE>();
-    if (warp == 2) bring_queries<T>(a, memory);
+    if constexpr (shape::F8)
+      latent_converter<T, shape>(a, plan, memory, warp < 4 ? warp : warp - 8).bring();
+    else if (warp == 2) bring_queries<T>(a, memory);
     else if (warp == 3) find_work(a, plan, memory);
     else if (plan.box == 0) bring_latents(a, plan, memory, warp);
     else if (warp == 0) bring_boxes(a, map, last, plan, memory);

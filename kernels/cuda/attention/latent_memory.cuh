@@ -8,14 +8,21 @@
 namespace kvl {
 
 /* A tile of keys is 64 rows of up to 576 numbers, the first 512 of which are values, too. ROWS_:
- * of q, 64; with 16 or 32, rows are one token's, and the columns of products. The names are
- * those of wgmma_shape, which has the same plan. D: numbers of a partial result. */
-template <int ROWS_> struct latent_shape {
+ * of q, 64; with 16 or 32, rows are one token's, and the columns of products. F8_: pages are
+ * f8_latent (latent_convert.cuh). The names are those of wgmma_shape, which has the same plan.
+ * D: numbers of a partial result. */
+template <int ROWS_, bool F8_ = false> struct latent_shape {
   static constexpr int ROWS = ROWS_, D = 512, KEY_DIMS = 576, KEYS = 64, STAGES = 2;
-  static constexpr bool FEW = ROWS < 64, BYTES = false, LATENTS = true;
-  static constexpr int SHARES = 1, CONSUMERS = 2, THREADS = WARPGROUP * (CONSUMERS + 1);
+  static constexpr bool FEW = ROWS < 64, BYTES = false, LATENTS = true, F8 = F8_;
+  static constexpr int SHARES = 1, CONSUMERS = 2;
+  /* Warps that bring keys. Of f8_latent all others but the consumers: with few rows they are
+   * two warpgroups, but products of 256 columns need more registers than that leaves. */
+  static constexpr int COPIERS = !F8 ? 2 : FEW ? 8 : 4;
+  static constexpr int THREADS = WARPGROUP * (CONSUMERS + (F8 && FEW ? 2 : 1));
   /* Few rows leave an SM registers for a thread block of wgmma_combine, as in wgmma_shape. */
-  static constexpr int REGISTERS = FEW ? 128 : 168, TAKE = FEW ? 168 : 232, GIVE = 40;
+  static constexpr int REGISTERS = FEW ? (F8 ? 104 : 128) : 168;
+  static constexpr int TAKE = FEW ? (F8 ? 136 : 168) : (F8 ? 224 : 232);
+  static constexpr int GIVE = F8 ? (FEW ? 72 : 56) : 40;
   /* A part is 64 numbers of all keys of a tile, or of all rows of Q: atoms of eight rows. */
   static constexpr int PARTS = KEY_DIMS / 64, PART_BYTES = KEYS * 128;
   static constexpr int TILE_BYTES = PARTS * PART_BYTES;
@@ -48,7 +55,7 @@ __host__ __device__ constexpr int latent_piece_at(int piece) { return piece * 4 
 /* The layout: Q [PARTS, ROWS, 64], keys [STAGES, pieces, 8, parts of a piece, 8 keys, 64], and the
  * weights of a tile [ROWS, 64 keys], all in swizzled atoms; then partial scores. */
 template <class shape> struct latent_memory {
-  static constexpr int STAGES = shape::STAGES, SLOTS = 4, COPIERS = 2;
+  static constexpr int STAGES = shape::STAGES, SLOTS = 4, COPIERS = shape::COPIERS;
   static constexpr int CONSUMER_WARPS = 4 * shape::CONSUMERS;
   alignas(16) int indices[STAGES][shape::KEYS]; /* NO_KEYS: there is no such key */
   int2 spans[STAGES][COPIERS];                  /* the least and the greatest of them */
@@ -70,8 +77,13 @@ template <class shape> struct latent_memory {
     return (float *)(dynamic + (at - shared_address(dynamic)));
   }
   __device__ int2 span(int s) const {
-    const int2 a = spans[s][0], b = spans[s][1];
-    return {min(a.x, b.x), max(a.y, b.y)};
+    int2 all = spans[s][0];
+#pragma unroll
+    for (int i = 1; i < COPIERS; i++) {
+      const int2 one = spans[s][i];
+      all = {min(all.x, one.x), max(all.y, one.y)};
+    }
+    return all;
   }
   __device__ uint32_t full(int s, int piece) const {
     return barrier(s * LATENT_PIECES + piece);
@@ -88,17 +100,20 @@ template <class shape> struct latent_memory {
     const int copiers = plan.box ? 1 : COPIERS;
     for (int s = 0; s < STAGES; s++)
       for (int piece = 0; piece < LATENT_PIECES; piece++) {
-        /* Lanes arrive with their copies, and in the last piece for what they have written. */
+        /* Lanes arrive with their copies, and in the last piece for what they have written;
+         * of those that convert, a warp's arrive together. */
         const int arrivals = plan.box || piece != latent_piece(LATENT_PIECES - 1) ? 1 : 2;
-        barrier_init(full(s, piece), arrivals * copiers * WARP);
+        barrier_init(full(s, piece), shape::F8 ? COPIERS : arrivals * copiers * WARP);
         barrier_init(empty(s, piece), CONSUMER_WARPS / 2); /* those of one consumer */
         barrier_init(side(s, piece), 1);
       }
-    barrier_init(q_full(), WARP);
+    barrier_init(q_full(), shape::F8 ? COPIERS * WARP : WARP);
     barrier_init(q_empty(), CONSUMER_WARPS);
     for (int i = 0; i < SLOTS; i++) {
       barrier_init(work_full(i), 1);
-      barrier_init(work_empty(i), (CONSUMER_WARPS + 1 + copiers) * WARP);
+      /* Of those that convert, one finds the work. */
+      const int others = shape::F8 ? COPIERS - 1 : 1 + copiers;
+      barrier_init(work_empty(i), (CONSUMER_WARPS + others) * WARP);
     }
     barrier_init_done();
   }
@@ -123,25 +138,33 @@ private:
 
 /* ---- producers ------------------------------------------------------------------------- */
 
+/* Copies the rows of Q for a piece of work, or one of `shares` equal shares of them. */
+template <class T, class shape>
+__device__ __forceinline__ void copy_queries(const kvl_paged_attention_args &a,
+                                             latent_memory<shape> &memory,
+                                             const wgmma_work &w, int share, int shares) {
+  const int lane = threadIdx.x % WARP, pieces = a.cache.key.dim / 8;
+  const query_rows rows = w.rows();
+#pragma unroll 1
+  for (int r = share * 4 + lane / 8; r < shape::ROWS; r += shares * 4) {
+    const bool has = r < rows.count;
+    const int64_t row = has ? rows.token(r) * a.heads + rows.head(r) : 0;
+    const T *const from = (const T *)a.q + row * a.cache.key.dim + lane % 8 * 8;
+#pragma unroll
+    for (int part = 0; part < shape::PARTS; part++)
+      copy_async(memory.q() + part * shape::Q_PART_BYTES + swizzled<8>(r, lane % 8),
+                 from + part * 64, has && part * 8 + lane % 8 < pieces);
+  }
+}
+
 /* One warp brings the rows of Q. */
 template <class T, class shape>
 __device__ void bring_queries(const kvl_paged_attention_args &a,
                               latent_memory<shape> &memory) {
-  const int lane = threadIdx.x % WARP, pieces = a.cache.key.dim / 8;
   uint32_t step = 0;
   each_work(memory, [&](const wgmma_work &w) {
-    const query_rows rows = w.rows();
     barrier_wait(memory.q_empty(), (step++ & 1) ^ 1);
-#pragma unroll 1
-    for (int r = lane / 8; r < shape::ROWS; r += 4) {
-      const bool has = r < rows.count;
-      const int64_t row = has ? rows.token(r) * a.heads + rows.head(r) : 0;
-      const T *const from = (const T *)a.q + row * a.cache.key.dim + lane % 8 * 8;
-#pragma unroll
-      for (int part = 0; part < shape::PARTS; part++)
-        copy_async(memory.q() + part * shape::Q_PART_BYTES + swizzled<8>(r, lane % 8),
-                   from + part * 64, has && part * 8 + lane % 8 < pieces);
-    }
+    copy_queries<T>(a, memory, w, 0, 1);
     copy_commit();
     copy_wait<0>();
     fence_async();

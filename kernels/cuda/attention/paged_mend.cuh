@@ -50,11 +50,15 @@ template <class C, int N>
 __device__ __forceinline__ void key_numbers(const kvl_pages &c, const paged_row &key,
                                             int64_t after, int dim, float (&x)[N]) {
   const char *const memory = (const char *)c.memory + after;
-  load_floats((const C *)(memory + key.offset) + dim, x);
-  if constexpr (packs<C>) {
-    const float scale = scale_at(memory + key.scales(c.key), dim);
+  if constexpr (same<C, f8_latent>) {
+    load_latent(c.key, memory + key.offset, dim, x);
+  } else {
+    load_floats((const C *)(memory + key.offset) + dim, x);
+    if constexpr (packs<C>) {
+      const float scale = scale_at(memory + key.scales(c.key), dim);
 #pragma unroll
-    for (int e = 0; e < N; e++) x[e] *= scale;
+      for (int e = 0; e < N; e++) x[e] *= scale;
+    }
   }
 }
 

@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(READ_THREADS)
 
 template <class From, class To>
 int start(const kvl_read_blocks_args &a, const kvl_cuda_queue *q) {
-  constexpr int N = sizeof(From) == 1 ? 16 : 8; /* head_dim is a multiple of this */
+  constexpr bool BYTES = sizeof(From) == 1 && !same<From, f8_latent>;
+  constexpr int N = BYTES ? 16 : 8; /* head_dim is a multiple of this */
   const int64_t rows = a.n * a.cache.kv_heads * a.cache.block_size;
   const int64_t keys = a.k ? rows * (a.cache.key.dim / N) : 0;
   const int64_t all = keys + (a.v ? rows * (a.cache.value.dim / N) : 0);
@@ -72,6 +73,8 @@ KVL_CUDA_KERNEL(read_blocks) {
   if (!aligned16(a.k, a.v, a.cache.memory))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
   if (a.dtype == KVL_DTYPE_F8E4M3) return start<f8e4m3, f8e4m3>(a, q); /* the cache's own */
+  if (a.cache.codec == KVL_CODEC_F8_LATENT)
+    KVL_CUDA_BY_FLOAT(a.dtype, To, { return (start<f8_latent, To>(a, q)); })
   KVL_CUDA_BY_CODEC(a.cache.codec, From,
                     {KVL_CUDA_BY_FLOAT(a.dtype, To, { return start<From, To>(a, q); })})
 }

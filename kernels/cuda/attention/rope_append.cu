@@ -10,8 +10,8 @@
  *   cache      f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]
  *   k_scale, v_scale  f32           [kv_heads] of an f8e4m3 cache; optional
  * q, k and v are f32 or of the cache's dtype; for f8e4m3 any float dtype. 16-byte aligned;
- * head_dim a multiple of 8 up to 256, of shared pages up to 576. k is rounded to its own dtype before it is converted to
- * the cache's.
+ * head_dim a multiple of 8 up to 256, of shared pages up to 576. k is rounded to its own
+ * dtype before it is converted to the cache's. Pages of f8_latent: append_latent.cuh.
  *
  * Bytes   tokens * head_dim * (2 heads * element + 2 kv_heads * (element + element of
  *         cache)); k is read and written once less than by the three launches
@@ -21,7 +21,7 @@
  *         empty launch 3.0 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu) */
 #include "args/attention.h"
 #include "args/linear.h"
-#include "cuda/attention/append_rows.cuh"
+#include "cuda/attention/append_latent.cuh"
 #include "cuda/linear/rope.cuh"
 
 namespace kvl {
@@ -184,6 +184,60 @@ void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
   else start<1, From, To>(a, q);
 }
 
+/* A token's rows are its heads of q, which turn in place, and then those of k. Grid: tokens,
+ * runs of rows_block rows. */
+template <class From>
+__global__ void __launch_bounds__(ROPE_THREADS)
+    rope_append_latent_kernel(const __grid_constant__ kvl_rope_append_args a,
+                              int rows_block) {
+  __shared__ rope_angles angles;
+  const int pairs = (int)a.pairs, dim = a.cache.key.dim, kv_heads = a.cache.kv_heads;
+  const int heads = (int)a.heads, first = (int)a.first, lane = threadIdx.x % WARP;
+  const int64_t token = blockIdx.x;
+  let_next_start();
+  wait_for_previous();
+  angles.make((float)a.positions[token], a.inv_freq, pairs);
+  const token_place to(a.places[token], a.cache.block_size);
+  __syncthreads();
+  const int end = min((int)(blockIdx.y + 1) * rows_block, heads + kv_heads);
+  for (int row = (int)blockIdx.y * rows_block + threadIdx.x / WARP; row < end;
+       row += ROPE_THREADS / WARP) {
+    const bool is_q = row < heads;
+    From *const at = (From *)(is_q ? a.q : a.k) +
+                     (is_q ? token * heads + row : token * kv_heads + row - heads) * dim;
+    if (is_q) {
+      for (int pair = lane; pair < pairs; pair += WARP) {
+        float low[1] = {to_float(at[first + pair])};
+        float high[1] = {to_float(at[first + pairs + pair])};
+        angles.turn(low, high, pair);
+        at[first + pair] = from_float<From>(low[0]);
+        at[first + pairs + pair] = from_float<From>(high[0]);
+      }
+      continue;
+    }
+    const latent_to cache(a.cache, to.block, row - heads, to.offset);
+    auto rest = [&](int d) {
+      const int in = d - first, pair = in < pairs ? in : in - pairs;
+      if (in >= 2 * pairs) return to_float(at[d]);
+      float low[1] = {to_float(at[first + pair])};
+      float high[1] = {to_float(at[first + pairs + pair])};
+      angles.turn(low, high, pair);
+      return to_float(from_float<From>(in < pairs ? low[0] : high[0]));
+    };
+    pack_latent(a.cache.key, at, rest, [&](int at, uint32_t word) { cache.put(at, word); });
+  }
+}
+
+int rope_append_latent(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
+  const int rows = (int)a.heads + a.cache.kv_heads, step = ROPE_THREADS / WARP;
+  const int each = a.tokens < 4 * q->sm_count && rows <= 65535 * step ? step : rows;
+  const dim3 grid((unsigned)a.tokens, (unsigned)((rows + each - 1) / each));
+  KVL_CUDA_BY_FLOAT(a.dtype, From, {
+    return launch_programmatic(rope_append_latent_kernel<From>, grid, ROPE_THREADS, 0, q, a,
+                               each);
+  })
+}
+
 }  // namespace
 }  // namespace kvl
 
@@ -194,6 +248,7 @@ KVL_CUDA_KERNEL(rope_append) {
   if (a.tokens == 0 || a.heads + a.cache.kv_heads == 0) return KVL_OK;
   if (!aligned16(a.q, a.k, a.v, a.cache.memory))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
+  if (a.cache.codec == KVL_CODEC_F8_LATENT) return rope_append_latent(a, q);
   const int status = with_codec<void>(a.cache.codec, [&](auto of) -> int {
     using C = typename decltype(of)::C;
     if constexpr (same<C, void>) {

@@ -82,8 +82,10 @@ int launch_codec(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool
 template <class T>
 int launch_dtype(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool hooked,
                  const kvl_cuda_queue *q) {
-  if (!a.cache.value.begin)
-    return launch_codec<T, T, latent_shape<64>::D>(a, plan, hooked, q);
+  constexpr int LATENT = latent_shape<64>::D;
+  if (a.cache.codec == KVL_CODEC_F8_LATENT)
+    return launch_codec<T, f8_latent, LATENT>(a, plan, hooked, q);
+  if (!a.cache.value.begin) return launch_codec<T, T, LATENT>(a, plan, hooked, q);
   return with_codec<T>(a.cache.codec, [&](auto of) {
     return launch_codec<T, typename decltype(of)::C, 256>(a, plan, hooked, q);
   });

@@ -148,10 +148,11 @@ __device__ __forceinline__ void ask_for_tables(const kvl_paged_attention_args &a
   if (a.starts && number * 32 < a.seqs) prefetch_l2(a.starts + number * 32);
 }
 
-/* One warp finds the work, up to SLOTS pieces ahead. */
-template <class shape, template <class> class Memory>
-__device__ void find_work(const kvl_paged_attention_args &a, const wgmma_plan &plan,
-                          Memory<shape> &memory) {
+/* One warp finds the work, up to SLOTS pieces ahead, and calls then(work) for each. */
+template <class shape, template <class> class Memory, class F>
+__device__ __forceinline__ void find_work(const kvl_paged_attention_args &a,
+                                          const wgmma_plan &plan, Memory<shape> &memory,
+                                          F then) {
   constexpr int SLOTS = Memory<shape>::SLOTS;
   uint32_t n = 0;
   auto give = [&](const wgmma_work &w) {
@@ -162,12 +163,18 @@ __device__ void find_work(const kvl_paged_attention_args &a, const wgmma_plan &p
       barrier_arrive(memory.work_full(slot));
     }
     n++;
+    if (w.tokens > 0) then(w);
   };
   if (plan.shares > 0) each_piece<shape>(a, plan, give);
   else each_item<shape>(a, plan, give);
   wgmma_work none;
   none.tokens = 0;
   give(none);
+}
+template <class shape, template <class> class Memory>
+__device__ void find_work(const kvl_paged_attention_args &a, const wgmma_plan &plan,
+                          Memory<shape> &memory) {
+  find_work(a, plan, memory, [](const wgmma_work &) {});
 }
 
 /* An f8e4m3 cache's scale of K. Consumers mask products before they scale them, so the scale

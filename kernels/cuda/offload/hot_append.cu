@@ -14,7 +14,7 @@
  * Bytes   as append_kv, and up to as much again for memory
  * Limit   the link to the host where cache is pinned, in rows of head_dim elements */
 #include "args/offload.h"
-#include "cuda/attention/append_rows.cuh"
+#include "cuda/attention/append_latent.cuh"
 
 KVL_CUDA_KERNEL(hot_append) {
   const kvl_hot_append_args &a = *(const kvl_hot_append_args *)args;

@@ -55,7 +55,7 @@ KVL_CUDA_KERNEL(block_mean) {
   using namespace kvl;
   const kvl_block_mean_args &a = *(const kvl_block_mean_args *)args;
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
-  return with_codec<void>(a.cache.codec, [&](auto of) -> int {
+  return with_any_codec<void>(a.cache.codec, [&](auto of) -> int {
     using C = typename decltype(of)::C;
     int status = KVL_OK;
     if constexpr (same<C, void>) {

@@ -17,7 +17,7 @@ namespace kvl {
 constexpr int REDUCE_THREADS = 256;
 
 /* How many dims of a row of T a thread takes. */
-template <class T> constexpr int REDUCE_DIMS = sizeof(T) == 1 ? 16 : 8;
+template <class T> constexpr int REDUCE_DIMS = sizeof(T) == 1 && !same<T, f8_latent> ? 16 : 8;
 
 /* Pair e of the f8e4m3 numbers as two f16: exact. */
 template <int N> __device__ __forceinline__ __half2 halves(const pack<f8e4m3, N> &x, int e) {

@@ -20,10 +20,10 @@
 KVL_CUDA_KERNEL(score_max_qk) {
   const kvl_score_max_qk_args &a = *(const kvl_score_max_qk_args *)args;
   const kvl_pages &c = a.cache;
-  const int bytes = c.key.bytes_row / c.key.dim; /* of an element */
+  const int bytes = kvl__bits(c.codec) / 8; /* of an element */
   return kvl::launch_score<kvl::SCORE_MAX_QK>(
       {a.q, (const char *)c.memory + c.key.begin, a.tables, a.lens, a.scores, a.seqs, a.heads,
        c.kv_heads, c.key.dim, a.max_blocks, c.blocks, c.bytes_page / bytes,
-       c.key.bytes / bytes, c.block_size, a.group, a.dtype, c.codec},
+       c.key.bytes / bytes, c.block_size, a.group, a.dtype, c.codec, c.key},
       (const kvl_cuda_queue *)queue);
 }

@@ -18,6 +18,7 @@ struct score_call {
   float *scores;
   int64_t seqs, heads, kv_heads, head_dim, max_blocks, blocks, block_stride, head_stride;
   int block_size, group, dtype, rows_dtype;
+  kvl_strips strips; /* of packed rows, whose strides are bytes */
 };
 
 template <class T, int D, score_kind KIND>

@@ -321,21 +321,19 @@ __global__ void __launch_bounds__(256)
   const int64_t items = OF_TOKENS ? min((int64_t)a.block_size, length - block * a.block_size)
                                   : 1;
   const int64_t strip = physical * a.block_stride + kv_head * a.head_stride;
-  auto load = [&](int64_t row,
-                  int d) { /* a row of the strip, in numbers from its start */
-                           if (a.rows_dtype == KVL_CODEC_INT8) {
-                             const char *const at = (const char *)a.rows + strip;
-                             const int groups = ((int)a.head_dim + PACKED_GROUP - 1) /
-                                                PACKED_GROUP;
-                             const auto scales = (const __nv_bfloat16 *)(at + a.block_size *
-                                                                                  a.head_dim);
-                             return to_float(((const int8 *)at)[row + d]) *
-                                    __bfloat162float(
-                                        scales[row / a.head_dim * groups + d / PACKED_GROUP]);
-                           }
-                           if (a.rows_dtype == KVL_DTYPE_F8E4M3)
-                             return to_float(((const f8e4m3 *)a.rows)[strip + row + d]);
-                           return load_any(a.rows, a.rows_dtype, strip + row + d);
+  auto load = [&](int64_t token, int64_t before,
+                  int d) { /* `before`: numbers of other rows */
+                           const char *const at = (const char *)a.rows + strip;
+                           const int64_t in = token * a.head_dim + before + d;
+                           float x[1];
+                           if (a.rows_dtype == KVL_CODEC_F8_LATENT)
+                             load_latent(a.strips, at + token * a.strips.bytes_row, d, x);
+                           else if (a.rows_dtype == KVL_CODEC_INT8)
+                             x[0] = load_row<int8, 1>(a.strips, at, token, d).at[0];
+                           else if (a.rows_dtype == KVL_DTYPE_F8E4M3)
+                             x[0] = to_float(((const f8e4m3 *)a.rows)[strip + in]);
+                           else x[0] = load_any(a.rows, a.rows_dtype, strip + in);
+                           return x[0];
   };
   float joined = is_max ? -INFINITY : 0.f;
   for (int h = 0; known && h < group; h++) {
@@ -346,7 +344,7 @@ __global__ void __launch_bounds__(256)
       for (int64_t d = lane; d < a.head_dim; d += WARP) {
         const float x = load_any(a.q, a.dtype, q + d);
         const bool high = KIND == SCORE_MINMAX && !(x < 0.f); /* max is the larger one */
-        sum += x * load(t * a.head_dim + (high ? a.kv_heads * a.head_dim : 0), (int)d);
+        sum += x * load(t, high ? a.kv_heads * a.head_dim : 0, (int)d);
       }
       sum = warp_sum(sum);
       score = OF_TOKENS ? fmaxf(score, sum) : sum;

@@ -117,7 +117,8 @@ local function fill(self, layer)
       local n = math.min(each, cache.blocks * cache.block_size - first)
       local rows = tensor.randn(self.device, cache.dtype,
         { 2, n, cache.kv_heads, cache.head_dim }, { seed = seed + first })
-      cache.format:append(layer, rows:index(0), rows:index(1),
+      cache.format:append(layer, rows:index(0),
+        not cache.format.is_shared and rows:index(1) or nil,
         tensor.arange(self.device, "i64", n, first), memory)
     end)
   end

@@ -71,8 +71,8 @@ end
 ---@param o table  layers, blocks, block_size, kv_heads, head_dim; value_dim: a value is
 --                 the first value_dim numbers of its key, as that of a latent is, and
 --                 keys alone are held (values are as long as keys);
---                 device (--device's), format (bf16; f32 f16 f8e4m3 int8) of a page;
---                 watermark (0): blocks that an append must leave free;
+--                 device (--device's), format of a page (bf16; f32 f16 f8e4m3 int8
+--                 f8_latent); watermark (0): blocks that an append must leave free;
 --                 k_scale, v_scale: of an f8e4m3 cache, f32 [layers, kv_heads] (1): it
 --                 holds k / k_scale;
 --                 tables ("one"): a sequence has one block table for all KV, or one for

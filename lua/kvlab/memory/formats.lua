@@ -7,6 +7,10 @@
 --               multiplies with K or V multiplies the result by the scale
 -- int8          whole numbers of 8 bits, and a bf16 scale for each token and 64 of its
 --               numbers, which a page holds, too
+-- f8_latent     for values that are the first numbers of their keys: the value in f8e4m3
+--               with an f32 scale for each 128 of its numbers, and the key's other
+--               numbers in bf16. A latent of 512 + 64 numbers takes 656 bytes: 512, 16 of
+--               scales and 128, as in FlashMLA and in vLLM's fp8_ds_mla
 --
 -- Values are rows of their own, as long as keys. Or they are the first numbers of their
 -- keys, as those of latents are (MLA): then a page holds keys alone.
@@ -45,11 +49,11 @@ local PAGES = {
 }
 
 --- The format of one layer's pages, for ops over memory whose shape does not say it all,
--- such as pages of int8, or of f8e4m3 with scales.
----@param o table  codec (f32 f16 bf16 f8e4m3 int8), kv_heads, block_size, head_dim (of a
---                 key); value_dim: a value is the first value_dim numbers of its key
---                 (values are apart, and as long as keys); for f8e4m3 k_scale, v_scale:
---                 f32 [kv_heads] (1)
+-- such as pages of int8 or f8_latent, or of f8e4m3 with scales.
+---@param o table  codec (f32 f16 bf16 f8e4m3 int8 f8_latent), kv_heads, block_size,
+--                 head_dim (of a key); value_dim: a value is the first value_dim numbers
+--                 of its key (values are apart, and as long as keys); for f8e4m3 k_scale,
+--                 v_scale: f32 [kv_heads] (1)
 ---@return kvl_format
 function M.format(o)
   return pages(options.check("format", o, PAGES), 2)
@@ -101,9 +105,9 @@ end
 function Format:copy(from, to, memory) check(C.kvl_copy_blocks(from, to, memory)) end
 
 --- The format of a cache.
----@param o table  format (f32 f16 bf16 f8e4m3 int8), layers, kv_heads, block_size,
---                 head_dim, value_dim; for f8e4m3 k_scale, v_scale: f32 [layers,
---                 kv_heads] (1)
+---@param o table  format (f32 f16 bf16 f8e4m3 int8 f8_latent), layers, kv_heads,
+--                 block_size, head_dim, value_dim; for f8e4m3 k_scale, v_scale: f32
+--                 [layers, kv_heads] (1)
 ---@param level integer  which caller to blame
 ---@return kvlab.Format
 function M.new(o, level)

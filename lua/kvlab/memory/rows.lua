@@ -136,7 +136,9 @@ local function narrowed(t, first, count) return t and t:narrow(first, count) end
 -- most `most` rows at a time, where a memory tier has no room for all of them. A part is
 -- a view of the context, of rows part.row ... part.row + part.seqs - 1.
 function M.in_parts(reader, most, attention, selection, ctx, out, lse, hook)
-  out = out or tensor.open_like(ctx.query)
+  local q = ctx.query
+  out = out or tensor.tensor(q.device, q:type(),
+    { q:size(0), q:size(1), attention.cache.value_dim })
   for row = 0, ctx.seqs - 1, most do
     local n = math.min(most, ctx.seqs - row)
     local part = setmetatable({ row = row, seqs = n, query = ctx.query:narrow(row, n),

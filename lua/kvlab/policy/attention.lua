@@ -212,6 +212,7 @@ function M.attention(o)
     rows = (o.max_seqs or 16) * cache.cut_heads, growths = 0,
     heads = o.heads / cache.cut_heads, block_size = cache.block_size,
     kv_heads = cache.kv_heads / cache.cut_heads, head_dim = cache.head_dim,
+    value_dim = cache.value_dim,
     cut_heads = cache.cut_heads, memory_layers = cache.layers / cache.cut_layers,
     token_tallies = {}, followers = cache.followers,
     index = o.index,

@@ -63,9 +63,10 @@ local KNOWN = {
       :lshift(33):bnot():popcount() },
 }
 
-local function options(dtype, group, block_size, head_dim)
+local function options(dtype, group, block_size, head_dim, value_dim)
   local o = { dtype = dtype, group = group, kv_heads = 2, block_size = block_size,
-              head_dim = head_dim, lens = { 0, 2 * block_size + 3, 3 * block_size, 1 },
+              head_dim = head_dim, value_dim = value_dim,
+              lens = { 0, 2 * block_size + 3, 3 * block_size, 1 },
               blocks = 12, consts = {}, sizes = {} }
   local planes = function(bits)
     local list = expressions.table_(bits * head_dim)
@@ -81,9 +82,10 @@ local function options(dtype, group, block_size, head_dim)
   return o
 end
 
--- dtype, group, block_size, head_dim
+-- dtype, group, block_size, head_dim, value_dim
 local CASES = { { "f32", 1, 8, 16 }, { "bf16", 4, 16, 64 }, { "f16", 3, 4, 48 },
-                { "f8e4m3", 2, 16, 32 }, { "bf16", 20, 8, 80 }, { "int8", 2, 16, 80 } }
+                { "f8e4m3", 2, 16, 32 }, { "bf16", 20, 8, 80 }, { "int8", 2, 16, 80 },
+                { "f8_latent", 5, 16, 152, 144 } }
 
 --- most: of the cases that one kernel meets, unless --full; all kernels meet all of them.
 local function known_cases(dev, target, most)

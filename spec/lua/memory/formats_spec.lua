@@ -69,7 +69,8 @@ local OPS = {
   end,
   read_blocks = function(memory, of)
     local k = kv.zeros(memory.device, "f32", { 2, KV_HEADS, SIZE, DIM })
-    local v = kv.zeros(memory.device, "f32", { 2, KV_HEADS, SIZE, DIM })
+    local v = kv.zeros(memory.device, "f32",
+      { 2, KV_HEADS, SIZE, of and of.value_dim or DIM })
     kv.ops.read_blocks(memory, kv.from(memory.device, "i32", { 2 }, { 7, 3 }), k, v, of)
     return k, v
   end,
@@ -112,9 +113,12 @@ local OPS = {
   end,
 }
 
-local READS = {}
+local READS, READS_OF_LATENTS = {}, {}
 for name, run in pairs(OPS) do
-  if not name:find "append" and name ~= "move_blocks" then READS[name] = run end
+  if not name:find "append" and name ~= "move_blocks" then
+    READS[name] = run
+    READS_OF_LATENTS[name] = name ~= "block_hash" and run or nil
+  end
 end
 
 describe("a format", function()
@@ -134,6 +138,16 @@ describe("a format", function()
       local memory, of, held = support.int8_pages(support.randn(cpu, "f32",
         { BLOCKS, 2, KV_HEADS, SIZE, DIM }, 3))
       same({ run(held, nil, "f32") }, { run(memory, of, "f32") }, name)
+    end)
+  end
+
+  for name, run in pairs(READS_OF_LATENTS) do
+    it(("lets %s read of f8_latent what it holds"):format(name), function()
+      local memory, of, held = support.f8_latent_pages(support.randn(cpu, "f32",
+        { BLOCKS, 2, KV_HEADS, SIZE, DIM }, 3), 16)
+      local keys = held:transpose(0, 1):index(0):clone():reshape { BLOCKS, -1 }
+      local plain = format { codec = "f32", value_dim = 16 }
+      same({ run(keys, plain, "f32") }, { run(memory, of, "f32") }, name)
     end)
   end
 
@@ -162,7 +176,7 @@ describe("a format", function()
     support.raises("format has keys of 32 numbers and values of 16, expected values like",
       function() kv.check(tonumber(kv.C.kvl_format_bytes_page(odd))) end)
     odd.codec = 77
-    support.raises("format has codec 77, expected 0 ... 3 or 16",
+    support.raises("format has codec 77, expected 0 ... 3, 16 or 17",
       function() kv.check(tonumber(kv.C.kvl_format_bytes_page(odd))) end)
   end)
 

@@ -127,6 +127,39 @@ describe("a cache of latents", function()
     end
   end)
 
+  it("is read in 8 bits wherever it lies", function()
+    for _, name in ipairs { "full", "quest", "topk", "streaming_blocks", "tokens" } do
+      local function play(offload)
+        return rig.play(cpu, { value_dim = VALUE_DIM, policy = policy_of(name),
+                               format = "f8_latent", offload = offload }, SCRIPT)
+      end
+      local want = play()
+      local caches = { { slots = 2, slot_blocks = 1 }, { hot_slots = 200 } }
+      if name == "tokens" then caches = { { hot_tokens = 200 } } end
+      for _, offload in ipairs(caches) do
+        local got = play(offload)
+        for s, steps in pairs(want) do
+          for n, out in ipairs(steps) do
+            support.close(got[s][n], out, 3e-6, 3e-6)
+          end
+        end
+      end
+    end
+  end)
+
+  it("is near to itself in 8 bits", function()
+    local outs = {}
+    for i, format in ipairs { "f32", "f8_latent" } do
+      outs[i] = rig.play(cpu, { value_dim = VALUE_DIM, policy = policy_of "full",
+                                format = format }, SCRIPT)
+    end
+    for s, steps in pairs(outs[1]) do
+      for n, want in ipairs(steps) do
+        support.close(outs[2][s][n], want, 0.1, 0.05)
+      end
+    end
+  end)
+
   it("has half the bytes, and a layout of its own in a store", function()
     local function open(value_dim)
       return kv.cache { layers = 1, blocks = 3, block_size = 4, kv_heads = 1,
@@ -165,17 +198,18 @@ describe("a cache of latents", function()
   end)
 
   support.it_on_gpu("is read like on a CPU", function(cuda)
-    for _, dtype in ipairs { "f32", "bf16" } do
+    for _, format in ipairs { "f32", "bf16", "f8_latent" } do
       for _, name in ipairs { "full", "quest", "streaming_blocks", "topk" } do
         local outs = {}
         for i, dev in ipairs { cpu, cuda } do
-          outs[i] = rig.play(dev, { value_dim = VALUE_DIM, dtype = dtype,
-            policy = policy_of(name) }, SCRIPT)
+          outs[i] = rig.play(dev, { value_dim = VALUE_DIM, format = format,
+            dtype = format == "bf16" and "bf16" or "f32", policy = policy_of(name) },
+            SCRIPT)
         end
         for s, steps in pairs(outs[1]) do
           for n, want in ipairs(steps) do
-            support.close(outs[2][s][n], want, dtype == "f32" and 1e-4 or 0.02, 0,
-              ("%s in %s, sequence %s, step %d"):format(name, dtype, s, n))
+            support.close(outs[2][s][n], want, format == "bf16" and 0.02 or 1e-4, 0,
+              ("%s in %s, sequence %s, step %d"):format(name, format, s, n))
           end
         end
       end

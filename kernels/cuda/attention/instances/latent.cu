@@ -1,6 +1,7 @@
 /* Attention over pages whose values are the first numbers of their keys: which kernel takes a
- * call, and its launch. latent.cuh has 16-bit pages and queries on Hopper; everything else is
- * computed row by row, as paged_mend.cuh does it, and slow. */
+ * call, and its launch. latent.cuh has 16-bit queries on Hopper, over pages of their dtype or of
+ * f8_latent with values of 512 numbers; everything else is computed row by row, as
+ * paged_mend.cuh does it, and slow. */
 #include "cuda/attention/latent_launch.cuh"
 
 #include "cuda/attention/latent.cuh"
@@ -11,18 +12,24 @@ namespace {
 
 constexpr int VALUES = latent_shape<64>::D, VALUES_MOST = latent_shape<64>::KEY_DIMS;
 
+bool is_f8(const kvl_paged_attention_args &a) { return a.cache.codec == KVL_CODEC_F8_LATENT; }
+
 bool takes(const kvl_paged_attention_args &a, int device) {
-  return is_hopper_device(device) && a.dtype != KVL_DTYPE_F32 && a.cache.codec == a.dtype &&
-         a.cache.value.dim <= VALUES;
+  if (!is_hopper_device(device) || a.dtype == KVL_DTYPE_F32) return false;
+  return is_f8(a) ? a.cache.value.dim == VALUES
+                  : a.cache.codec == a.dtype && a.cache.value.dim <= VALUES;
 }
 
 /* The result of f with the shape for a call. */
-template <class F> auto with_shape(const kvl_paged_attention_args &a, F f) {
+template <bool F8, class F> auto with_rows(const kvl_paged_attention_args &a, F f) {
   const int64_t group = a.heads / a.cache.kv_heads;
   const bool one = a.listed || !a.starts; /* token for a tile */
-  if (one && !a.tree && group <= 16) return f(latent_shape<16>());
-  if (one && !a.tree && group <= 32) return f(latent_shape<32>());
-  return f(latent_shape<64>());
+  if (one && !a.tree && group <= 16) return f(latent_shape<16, F8>());
+  if (one && !a.tree && group <= 32) return f(latent_shape<32, F8>());
+  return f(latent_shape<64, F8>());
+}
+template <class F> auto with_shape(const kvl_paged_attention_args &a, F f) {
+  return is_f8(a) ? with_rows<true>(a, f) : with_rows<false>(a, f);
 }
 
 /* Maps the pages as [strips of all blocks, block_size / 8, key_dim / 64, 8, 64]: a box has
@@ -51,7 +58,7 @@ size_t plan_of(const kvl_paged_attention_args &a, int device, int sm_count,
                wgmma_plan &plan) {
   const size_t bytes = plan_wgmma<shape>(a, device, sm_count, plan);
   /* Boxes bring neighbours, and what no window shows. */
-  if (a.listed || a.window > 0 || a.cache.key.dim % 64) plan.box = 0;
+  if (shape::F8 || a.listed || a.window > 0 || a.cache.key.dim % 64) plan.box = 0;
   return bytes;
 }
 
@@ -78,7 +85,8 @@ int launch_tiles(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   const int64_t items = (int64_t)plan.entries * plan.lanes;
   const int blocks = items < q->sm_count ? (int)items : q->sm_count;
   kernel<<<blocks, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, map, last, plan);
-  return a.listed ? (int)KVL_OK : launch_mend<T, T, VALUES>(a, q);
+  using C = std::conditional_t<shape::F8, f8_latent, T>;
+  return a.listed ? (int)KVL_OK : launch_mend<T, C, VALUES>(a, q);
 }
 
 template <class T>
@@ -121,6 +129,7 @@ int launch_latent(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   const bool is_bf16 = a.dtype == KVL_DTYPE_BF16;
   if (takes(a, q->device))
     return is_bf16 ? launch_16bit<__nv_bfloat16>(a, q) : launch_16bit<__half>(a, q);
+  if (is_f8(a)) KVL_CUDA_BY_FLOAT(a.dtype, T, { return (launch_rows<T, f8_latent>(a, q)); })
   if (is_bf16) return launch_rows<__nv_bfloat16, __nv_bfloat16>(a, q);
   if (a.dtype == KVL_DTYPE_F16) return launch_rows<__half, __half>(a, q);
   KVL_CUDA_BY_FLOAT(a.cache.codec, C, { return launch_rows<float, C>(a, q); })

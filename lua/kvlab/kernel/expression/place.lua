@@ -225,6 +225,7 @@ local function new_plan(place, what, o)
   local plan = { place = place, what = what, roots = {}, fields = {}, consts = {},
     params = {}, inputs = {}, uses = {}, seen = {}, codec = o.codec,
     dtype = pages.CODECS[o.codec].dtype, is_shared = o.is_shared,
+    value_dim = o.value_dim or o.head_dim,
     scaled = o.codec == "f8e4m3" and AVAILABLE[place].k or false,
     sizes = { head = o.group, token = o.block_size, dim = o.head_dim, layer = o.layers,
               kv_head = o.kv_heads } }

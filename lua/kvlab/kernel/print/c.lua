@@ -4,10 +4,12 @@ local c_printer = require "kvlab.kernel.print.c_printer"
 local c_prompt = require "kvlab.kernel.print.c_prompt"
 local c_text = require "kvlab.kernel.print.c_text"
 local expression = require "kvlab.kernel.expression.expression"
+local pages = require "kvlab.tensor.pages"
 local schedule = require "kvlab.kernel.print.schedule"
 
 local VECTORS, MEMORY, NUMBERS = c_text.VECTORS, c_text.MEMORY, c_text.NUMBERS
 local bytes_of, item_of, struct = c_text.bytes_of, c_text.item_of, c_text.struct
+local strip_bytes = pages.strip_bytes
 local body, indented, input_lines = c_text.body, c_text.indented, c_text.input_lines
 local fixed_lines = c_printer.fixed_lines
 local widen, heads_unrolled = c_text.widen, c_text.heads_unrolled
@@ -98,10 +100,6 @@ static inline KVL_HOT vf q_load(const struct arguments *a, int64_t i) {
 
 --- What finds the strip of a leaf in a page (kernels/page.h).
 local STRIPS = { { "k", "kvl__keys_of" }, { "v", "kvl__values_of" } }
-
-local function strip_bytes(plan)
-  return plan.sizes.token * plan.sizes.dim * bytes_of(plan.codec)
-end
 
 --- Lines at the start of a block whose physical number is `block`.
 local function row_lines(plan, block, item)
@@ -315,7 +313,7 @@ end
 local function print_score(self)
   local plan, starts = self.plan, {}
   if plan.uses.k and self.items == 1 then
-    self.key_bytes = plan.sizes.dim * bytes_of(plan.codec)
+    self.key_bytes = strip_bytes(plan) / plan.sizes.token
   end
   local fixed, block = body(self, function(s)
     local root = plan.roots[1]
@@ -355,7 +353,7 @@ end
 
 local function print_summary(self)
   local plan = self.plan
-  if plan.uses.k then self.key_bytes = plan.sizes.dim * bytes_of(plan.codec) end
+  if plan.uses.k then self.key_bytes = strip_bytes(plan) / plan.sizes.token end
   local fixed, block = body(self, function(s)
     local by_dims, order = {}, {}
     for _, root in ipairs(plan.roots) do

@@ -143,8 +143,8 @@ local function load_row(plan, strip, at, vector)
   if not pages.CODECS[plan.codec].packs then
     return load(strip, at, plan.codec, "f32", vector)
   end
-  return ("%s_load_packed(%s, %s, %d, %d, %s)"):format(vector and "vf" or "f32", strip,
-    at, plan.sizes.token, plan.sizes.dim, NUMBERS[plan.codec])
+  return ("%s_load_packed(%s, %s, %d, %d, %d, %s)"):format(vector and "vf" or "f32",
+    strip, at, plan.sizes.token, plan.sizes.dim, plan.value_dim, NUMBERS[plan.codec])
 end
 
 --- What a hook reads of the key at hand, or of VF keys.

@@ -17,7 +17,8 @@ local VECTORS = { f32 = "vf", i32 = "vi", u32 = "vu", bool = "vi" }
 local MEMORY = { f32 = "float", f16 = "uint16_t", bf16 = "uint16_t", f8e4m3 = "uint8_t",
                  i32 = "int32_t", u64 = "uint64_t", u8 = "uint8_t" }
 local NUMBERS = { f32 = "KVL_DTYPE_F32", f16 = "KVL_DTYPE_F16", bf16 = "KVL_DTYPE_BF16",
-                  f8e4m3 = "KVL_DTYPE_F8E4M3", int8 = "KVL_CODEC_INT8" }
+                  f8e4m3 = "KVL_DTYPE_F8E4M3", int8 = "KVL_CODEC_INT8",
+                  f8_latent = "KVL_CODEC_F8_LATENT" }
 
 -- ---- how much is written out ----------------------------------------------------------
 
@@ -172,8 +173,8 @@ local function struct(plan)
 end
 
 local function bytes_of(dtype)
-  return ({ f32 = 4, f16 = 2, bf16 = 2, f8e4m3 = 1, int8 = 1, i32 = 4, u64 = 8,
-            u8 = 1 })[dtype]
+  return ({ f32 = 4, f16 = 2, bf16 = 2, f8e4m3 = 1, int8 = 1, f8_latent = 1, i32 = 4,
+            u64 = 8, u8 = 1 })[dtype]
 end
 
 local function indented(lines, indent)

@@ -24,7 +24,7 @@ M.CPP = { f32 = "float", f16 = "__half", bf16 = "__nv_bfloat16", f8e4m3 = "kvl::
           int8 = "kvl::int8" }
 
 local ELEMENTS = { f32 = "f32", f16 = "f16", bf16 = "bf16", f8e4m3 = "f8e4m3",
-                   int8 = "int8" }
+                   int8 = "int8", f8_latent = "f32" }
 
 ---@class kvlab.PrinterCuda
 local Printer = {}
@@ -144,7 +144,13 @@ local function load_chunk(self, s, x, bind, pointer, stored, dtype)
         item = bind.item and tonumber(bind.item.text) or 0, load = load }
       return chunk
     end
-    s:line(("chunk<%d> %s;"):format(bytes, chunk))
+    if dtype == "f8_latent" then -- a chunk of floats
+      load = ("%s.load(%s, %s, %d, %d);"):format(chunk, pointer,
+        s:index(x.dims, first, stored), self.plan.sizes.dim, self.plan.value_dim)
+      s:line(("latent_chunk<%d> %s;"):format(self.vec, chunk))
+    else
+      s:line(("chunk<%d> %s;"):format(bytes, chunk))
+    end
     if dtype == "int8" then -- a chunk has one scale
       load = load .. (" %s.scale = %s;"):format(chunk, packed("scale", self.plan, pointer,
         s:index(x.dims, first, stored)))
@@ -163,9 +169,13 @@ local function load_chunk(self, s, x, bind, pointer, stored, dtype)
   return ("%s.%s(%d)"):format(name, ELEMENTS[dtype], at)
 end
 
---- An element of memory, by itself. int8: of K or V of a plan.
+--- An element of memory, by itself. int8, f8_latent: of K or V of a plan.
 local function load_one(pointer, at, dtype, kind, plan)
   if dtype == "int8" then return packed("one", plan, pointer, at) end
+  if dtype == "f8_latent" then
+    return ("latent_one(%s, %s, %d, %d)"):format(pointer, at, plan.sizes.dim,
+      plan.value_dim)
+  end
   if ELEMENTS[dtype] and dtype ~= "f32" then
     local memory = bytes_of(dtype) == 1 and "uint8_t" or "uint16_t"
     return ("from_%s(((const %s *)%s)[%s])"):format(dtype, memory, pointer, at)

@@ -247,6 +247,7 @@ function M.options_of(owner, shape, what)
     codec = shape.format.name, is_shared = shape.format.is_shared,
     group = shape.heads / shape.kv_heads, layers = shape.layers,
     block_size = shape.block_size, head_dim = shape.head_dim,
+    value_dim = shape.value_dim,
     kv_heads = shape.kv_heads, scale = shape.scale,
     const_dims = function(x) return const_of(owner, x, what, shape.device):dims() end,
   }

@@ -45,7 +45,7 @@ local function unpack_pages(a, t, p)
   local n, dev = tonumber(p.blocks), t.memory.device
   local all = tensor.tensor(dev, "f32", { 2, n, heads, size, dim })
   check(C.kvl_read_blocks(t.memory, t.format, tensor.arange(dev, "i32", n), all:index(0),
-    all:index(1)))
+    p.value.begin > 0 and all:index(1) or nil)) -- kernels do not read shared values
   check(C.kvl_device_sync(dev))
   local function row(of, block, kv_head, token)
     return (((of * n + block) * heads + kv_head) * size + token) * dim
@@ -59,7 +59,7 @@ end
 local function take_pages(a, t, dev)
   local p = pages.of(t.memory, t.format)
   local memory = t.memory
-  if p.key.groups > 0 then
+  if pages.packs(p) then
     memory = unpack_pages(a, t, p)
   else
     a.key_row, a.value_row = pages.rows(p, p.key), pages.rows(p, p.value)

@@ -1,5 +1,4 @@
 --- Shows what an expression becomes: expression:source "cuda".
-local ffi = require "ffi"
 local expression = require "kvlab.kernel.expression.expression"
 local device = require "kvlab.tensor.device"
 local kernel = require "kvlab.kernel.run.kernel"
@@ -35,7 +34,7 @@ local function plan_options(o)
   local own = o.sizes or {}
   local all = { codec = o.format or M.FORMAT, group = o.group or M.GROUP, layers = 1,
     block_size = o.block_size or M.BLOCK_SIZE, head_dim = o.head_dim or M.HEAD_DIM,
-    kv_heads = M.KV_HEADS }
+    kv_heads = M.KV_HEADS, is_shared = o.format == "f8_latent" }
   local sizes = { head = all.group, token = all.block_size, dim = all.head_dim,
                   layer = 1, kv_head = all.kv_heads }
   function all.const_dims(x)
@@ -95,14 +94,11 @@ end
 function M.bytes(plan, blocks)
   local sizes, bytes = plan.sizes, plan.place == "score" and 4 or 0
   local function size(dtype) return library.C.kvl_dtype_bytes(library.dtypes[dtype]) end
-  local page = tonumber(library.C.kvl_format_bytes_page(ffi.new("kvl_format", {
-    codec = pages.CODECS[plan.codec].number, kv_heads = 1, block_size = sizes.token,
-    key_dim = sizes.dim, value_dim = sizes.dim }))) / 2
   if plan.place == "map" then
     bytes = 4 * (#plan.inputs + 1)
   else
     for _, name in ipairs { "k", "v" } do
-      if plan.uses[name] then bytes = bytes + page end
+      if plan.uses[name] then bytes = bytes + pages.strip_bytes(plan) end
     end
     for _, field in ipairs(plan.fields) do
       bytes = bytes + field.count * size(field.dtype)
