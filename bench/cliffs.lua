@@ -186,19 +186,19 @@ return function(b)
     b:walk { id = id, name = name, axes = axes, make = make, skip = skip }
   end
 
-  local chunk, middle = length(4096), length(20480)
+  local chunk, middle = length(2048), length(10240)
   walk("C1", "prefill by head_dim", { range("head_dim", 40, 256, 8) },
     attend { chunk = chunk, len = middle })
   walk("C2", "few new tokens by head_dim", { DIMS, { "new_tokens", 1, 2, 4, 8, 16, 32 } },
     attend { len = length(32768) })
   walk("C3", "query heads on a KV head", { { "new_tokens", 1, 4 },
     { "per_kv_head", 1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128 } },
-    attend { seqs = 16, len = length(4096) })
+    attend { seqs = 4, len = length(8192) })
   walk("C4", "block sizes", { { "new_tokens", 1, 4, chunk },
     { "block_size", 1, 2, 8, 16, 32, 64, 128, 256 } }, attend { len = length(32768) })
   walk("C5", "new tokens by format", { FORMATS,
     { "new_tokens", 1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 64, 128 } },
-    attend { len = length(131072) })
+    attend { len = length(65536) })
   walk("C6", "sequences", { { "new_tokens", 1, 4 },
     { "sequences", 1, 2, 3, 4, 7, 8, 16, 17, 32, 33, 64 } },
     attend { len = length(4096) })
@@ -208,12 +208,12 @@ return function(b)
     { "features", "none", "window", "cap", "ALiBi", "window+cap", "window+ALiBi",
       "cap+ALiBi", "window+cap+ALiBi" } }, attend { seqs = 4, len = length(8192) })
   walk("C9", "hooks in decode", { { "hook", "none", "bias" },
-    { "head_dim", 64, 72, 80, 128, 192, 256 }, { "per_kv_head", 4, 16, 17, 32, 64 } },
-    hook(4, length(8192)))
+    { "head_dim", 64, 72, 128, 256 }, { "per_kv_head", 4, 16, 17, 32, 64 } },
+    hook(4, length(4096)))
   walk("C10", "lists of tokens by rows", { FORMATS, { "rows", 1, 4, 16, 17, 64 },
-    lengths("k", 512, 2048, 8192) }, attend { len = length(32768) })
+    lengths("k", 512, 2048, 8192) }, attend { len = length(131072) })
   walk("C11", "lists of tokens by head_dim", { FORMATS, DIMS },
-    attend { seqs = 16, listed = length(2048), len = length(32768) }, no_such_dim)
+    attend { seqs = 16, listed = length(2048), len = length(131072) }, no_such_dim)
   local latent = { kv_heads = 1, dim = 576, value_dim = 512, block = 64, seqs = 16,
                    len = math.max(64, length(8192)) }
   walk("C12", "latents", { HEADS, { "new_tokens", 1, 2 } }, attend(latent))

@@ -66,12 +66,13 @@ end
 ---@param o table  len: tokens of each sequence; seqs, chunk: new tokens of each; heads,
 --                 kv_heads, dim, block, dtype (of the cache, also int8); window,
 --                 soft_cap, alibi; value_dim: of latents; listed: tokens in the list of
---                 each row
+--                 each row; then all sequences have the same blocks
 function M.work(b, o)
   o = setmetatable(o, { __index = DEFAULTS })
   local dev, seqs, lens, tokens = b.device, o.seqs, {}, o.seqs * o.chunk
   for s = 1, seqs do lens[s] = o.len end
-  local tables, blocks = paged.random_tables(dev, lens, o.block)
+  local tables, blocks = paged.random_tables(dev, o.listed and { o.len } or lens, o.block)
+  if o.listed then tables = kv.zeros(dev, "i32", { seqs, 1 }) + tables end
   local w = { tables = tables, lens = kv.from(dev, "i32", lens), causal = true,
     starts = o.chunk > 1 and kv.arange(dev, "i32", seqs + 1) * o.chunk or nil,
     q = kv.randn(dev, "bf16", { tokens, o.heads, o.dim }, { seed = 2 }),

@@ -26,18 +26,22 @@
 --     takes longer than one of them.
 --
 -- Times below FLOOR_US count as that long, because so short a time is mostly the launch,
--- which changes from call to call. A point that stands out is measured a second time, and
--- so is the one that it stands out beside. Of each the shorter time counts, because a
--- pause of the machine can only add to a time.
+-- which changes from call to call. Each point is timed several times, and the shortest
+-- counts: all else that the machine does can only add to it. A point that stands out is
+-- measured again, up to LOOKS times, and so is the one that it stands out beside.
+local kv = require "kvlab"
+
 local M = { STANDS_OUT = 1.5 }
 
 local REACH = 4
 local FLOOR_US = { cpu = 50, cuda = 8 }
-local READ = 256 * 1024 * 1024 -- bytes of the plain read that R is taken from
+local MIB = 1024 * 1024
+local READ = 256 * MIB -- bytes of the plain read that R is taken from
 
--- A point is timed so often that it takes about so long, caches emptied in between, but
--- between LEAST and MOST times.
-local LOOK_US, LEAST, MOST = 150e3, 3, 31
+-- A look at a point times it for about so long, but between LEAST and MOST times. Caches
+-- are emptied in between; those of a CPU with less than other benches read for it.
+local LOOK_US, LEAST, MOST, LOOKS = { cpu = 60e3, cuda = 100e3 }, 3, 31, 4
+local FLUSH_CPU = 128 * MIB
 local SETTLE_US = { cpu = 0, cuda = 20e3 }
 
 -- ---- what is a cliff ------------------------------------------------------------------
@@ -114,14 +118,17 @@ local function full_name(walk, p)
   return ("%s: %s"):format(walk.name, name_of(walk.axes, p))
 end
 
+local function clock_us() return tonumber(kv.C.kvl_clock_ns()) * 1e-3 end
+
 --- Makes the work of a point, checks it, and returns its time and its work.
 local function look(b, walk, p)
   local work = walk.make(b, p.at)
   if work.check then work.check() end
   b:settle(work.run)
-  local once = b:sample(work.run, 1)
-  local fit = math.floor(LOOK_US / (once + b.flush_us))
-  local us = b:sample(work.run, b.quick and 1 or math.max(LEAST, math.min(MOST, fit)))
+  local us, times, start = math.huge, 0, clock_us()
+  repeat
+    us, times = math.min(us, (b:sample(work.run, 1))), times + 1
+  until b.quick or times == MOST or times >= LEAST and clock_us() - start > LOOK_US[b.kind]
   local read = READ / (b.quick and 32 or 1)
   return { us = us, work = (work.bytes or 0) / b:limit("R", read) * 1e-3
     + (work.flops or 0) / b:limit "T" * 1e-6 }
@@ -148,7 +155,7 @@ local function settled(b, walk, points)
     again = false
     for _, cliff in ipairs(cliffs) do
       for _, p in ipairs { cliff, cliff.beside } do
-        if p.looks < 2 then
+        if p.looks < LOOKS then
           measure(b, walk, p)
           again = true
         end
@@ -170,15 +177,18 @@ end
 ---@param walk table  see Bench:walk
 function M.run(b, walk)
   local points, ok, highest = {}, true, nil
-  local settle_us = b.settle_us
+  local settle_us, flush_buffer = b.settle_us, b.flush_buffer
   b.settle_us = b.quick and 0 or SETTLE_US[b.kind]
+  if b.kind == "cpu" and not b.quick then
+    b.flush_buffer = flush_buffer:narrow(0, FLUSH_CPU / 4)
+  end
   for _, p in ipairs(points_of(walk.axes)) do
     if not (walk.skip and walk.skip(p.at)) then
       if measure(b, walk, p) then points[#points + 1] = p else ok = false end
     end
   end
   local cliffs, all = settled(b, walk, points), {}
-  b.settle_us = settle_us
+  b.settle_us, b.flush_buffer = settle_us, flush_buffer
   for i, p in ipairs(points) do
     if not highest or p.ratio > highest.ratio then highest = p end
     all[i] = { at = p.at, us = p.us, work_us = p.work, ratio = p.ratio }
