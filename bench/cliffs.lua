@@ -217,7 +217,7 @@ return function(b)
   local latent = { kv_heads = 1, dim = 576, value_dim = 512, block = 64, seqs = 16,
                    len = math.max(64, length(8192)) }
   walk("C12", "latents", { HEADS, { "new_tokens", 1, 2 } }, attend(latent))
-  walk("C13", "latents, listed", { HEADS, lengths("k", 512, 2048) }, attend(latent))
+  walk("C13", "lists of latents", { HEADS, lengths("k", 512, 2048) }, attend(latent))
 
   walk("C14", "top-k by rows and length", { { "rows", 1, 8, 16, 17, 64, 66 },
     lengths("length", 8192, 16384, 32768, 65536, 131072, 524288, 2097152, 4194304) },

@@ -1,29 +1,32 @@
 --- A walk measures one kind of work at every point of a grid, and finds the cliffs: the
 -- points that take much longer than the points beside them say they should.
 --
--- A walk has axes, such as head_dim and the number of new tokens, and a point has a value
--- on each axis. Two points are neighbours if they differ on one axis alone, and there by
--- a factor of at most REACH. Values that are words, such as formats, are all neighbours.
+-- A walk has axes, such as head_dim and the number of new tokens, and a point has a
+-- value on each axis. Two points are neighbours if they differ on one axis alone, and
+-- there by a factor of at most REACH. Values that are words, such as formats, are all
+-- neighbours.
 --
 -- Every point has a quantity of work: the microseconds in which the machine could do it,
--- bytes / R + flops / T. The point counts its bytes and flops; R and T are measured in the
--- same run. Only how the work of two points compares matters for what follows.
+-- bytes / R + flops / T. The point counts its bytes and flops; R and T are measured in
+-- the same run. Only how the work of two points compares matters for what follows.
 --
 -- A neighbour allows a point this time: as long as the neighbour takes, and longer in
 -- proportion if the point does more work. So a point should take no longer than a
--- neighbour that does more work, and no longer for each unit of work than a neighbour that
--- does less. The trend at a point is the least time that a neighbour allows. The point is
--- a cliff if it takes more than STANDS_OUT times the trend. Four things follow:
+-- neighbour that does more work, and no longer for each unit of work than a neighbour
+-- that does less. The trend at a point is the least time that a neighbour allows. The
+-- point is a cliff if it takes more than STANDS_OUT times the trend. Four things follow:
 --
 --   - A spike stands out beside the two points around it.
---   - So does a whole plateau of slow shapes beside a fast one. Where the head_dims 64 and
---     128 cost the same for each flop, the trend between them is the line between them,
---     however slow 72 … 120 all are. If every point of a walk is slow, it finds nothing.
---   - Of features and formats, each is compared with each, so also all together with none.
+--   - So does a whole plateau of slow shapes beside a fast one. Where the head_dims 64
+--     and 128 cost the same for each flop, the trend between them is the line between
+--     them, however slow 72 … 120 all are. If every point of a walk is slow, it finds
+--     nothing.
+--   - Of features and formats, each is compared with each, so also all of them together
+--     with none.
 --   - The launch and the latency of memory make no cliff. They make small shapes dear for
 --     each unit of work, but not slower than larger ones. The price is that a shape which
---     does less work than all of its neighbours is judged mildly: it is a cliff only if it
---     takes longer than one of them.
+--     does less work than all of its neighbours is judged mildly: it is a cliff only if
+--     it takes longer than one of them.
 --
 -- Times below FLOOR_US count as that long, because so short a time is mostly the launch,
 -- which changes from call to call. Each point is timed several times, and the shortest
@@ -120,15 +123,15 @@ end
 
 local function clock_us() return tonumber(kv.C.kvl_clock_ns()) * 1e-3 end
 
---- Makes the work of a point, checks it, and returns its time and its work.
+--- Makes the work of a point and checks it. Returns its time and its work.
 local function look(b, walk, p)
   local work = walk.make(b, p.at)
   if work.check then work.check() end
   b:settle(work.run)
-  local us, times, start = math.huge, 0, clock_us()
+  local us, times, stop = math.huge, 0, clock_us() + LOOK_US[b.kind]
   repeat
     us, times = math.min(us, (b:sample(work.run, 1))), times + 1
-  until b.quick or times == MOST or times >= LEAST and clock_us() - start > LOOK_US[b.kind]
+  until b.quick or times == MOST or times >= LEAST and clock_us() > stop
   local read = READ / (b.quick and 32 or 1)
   return { us = us, work = (work.bytes or 0) / b:limit("R", read) * 1e-3
     + (work.flops or 0) / b:limit "T" * 1e-6 }

@@ -177,8 +177,8 @@ end
 --            points that differ on this axis are not compared
 --   skip     function(at): is there no such point? at has a value for each axis; may be
 --            missing
---   make     function(b, at) that makes the inputs of a point and returns the work, as the
---            setup of a case does: check, run, and bytes or flops or both
+--   make     function(b, at) that makes the inputs of a point and returns the work, as
+--            the setup of a case does: check, run, and bytes or flops or both
 function Bench:walk(one)
   one.on_both, one.is_walk = true, true
   self.cases[#self.cases + 1] = one
