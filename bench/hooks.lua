@@ -3,62 +3,18 @@
 -- policy had to do before. In a prefill the flops are those of attention alone, so that
 -- what comes on top shows as a lower rate.
 local kv = require "kvlab"
+local hooked = require "bench.lib.hooked"
 local paged = require "bench.lib.paged"
 local policy = require "kvlab.policy.policy"
 
 local e = kv.expr
 local KV_HEADS, HEADS, DIM, BLOCK = paged.KV_HEADS, paged.HEADS, paged.DIM, paged.BLOCK
-local SHARE = 0.1 -- of the blocks, where some are selected
-
---- A decode step of an attention over a filled cache.
----@param o table  seqs, len; def: what the policy defines; alibi, soft_cap: of the op
-local function prepare(b, o)
-  local dev, blocks = b.device, o.seqs * (math.ceil(o.len / BLOCK) + 1)
-  local cache = kv.cache { device = dev, layers = 1, kv_heads = KV_HEADS, head_dim = DIM,
-    block_size = BLOCK, blocks = blocks, format = "bf16" }
-  cache:layer(0):copy_(kv.randn(dev, "bf16", cache:layer(0):dims(), { seed = 1 }))
-  local def = { name = "bench", decode = true, select_blocks = function() end,
-                complete = false }
-  for key, value in pairs(o.def or {}) do def[key] = value end
-  local p = policy.define(def) {}
-  local slopes = {}
-  for i = 1, HEADS do slopes[i] = 2 ^ (-8 * i / HEADS) end
-  p.slopes = kv.from(dev, "f32", { KV_HEADS, HEADS / KV_HEADS }, slopes)
-  local attention = kv.attention { cache = cache, heads = HEADS, decode_policy = p,
-    max_seqs = o.seqs, soft_cap = o.soft_cap,
-    alibi = o.alibi and p.slopes:reshape { HEADS } }
-  local seqs, lens, ones = {}, {}, {}
-  local batch = cache:batch { max_seqs = o.seqs, max_tokens = o.seqs * o.len }
-  for i = 1, o.seqs do seqs[i], lens[i], ones[i] = cache:sequence(), o.len - 1, 1 end
-  attention:begin(batch:append(seqs, lens), true)
-  attention:begin(batch:append(seqs, ones), false)
-  local ctx = attention.context
-  local q = kv.randn(dev, "bf16", { o.seqs, HEADS, DIM }, { seed = 2 })
-  ctx:begin_layer(0, q, cache:layer(0))
-  local width = ctx.width
-  local r = { attention = attention, ctx = ctx, p = p, q = q, memory = cache:layer(0),
-    out = kv.tensor(dev, "bf16", { o.seqs, HEADS, DIM }), keep = { cache, batch, seqs } }
-  p.weights = kv.rand(dev, "f32", { o.seqs, KV_HEADS, width }, { seed = 3 })
-  if o.selects then
-    local budget = paged.budget(math.ceil(width * SHARE))
-    r.selection = (ctx:select(p.weights, budget)):clone()
-  end
-  local read = r.selection and r.selection:size(2) * BLOCK or o.len
-  r.bytes = o.seqs * read * paged.TOKEN * 2
-  return r
-end
-
---- The attention of a step, and the memory that belongs to the policy back in its pools.
-local function attend(r)
-  r.ctx:begin_layer(0, r.q, r.memory)
-  return r.attention:over(r.selection, r.ctx, r.out)
-end
 
 local function case(b, name, o, run)
   b:case { id = "K3", name = ("%s, %d x %d%s"):format(name, o.seqs, o.len,
     o.selects and ", 10%" or ""), target = o.target, setup = function(bench)
-    local r = prepare(bench, o)
-    return { run = function() (run or attend)(r) end, bytes = r.bytes }
+    local r = hooked.prepare(bench, o)
+    return { run = function() (run or hooked.attend)(r) end, bytes = r.bytes }
   end }
 end
 
@@ -67,7 +23,7 @@ local qk = (e.q * e.k):sum "dim"
 
 --- The mass of every block by a second pass over K.
 local function second_pass(r)
-  attend(r)
+  hooked.attend(r)
   r.p:score(r.ctx)
 end
 

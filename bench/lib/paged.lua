@@ -41,11 +41,12 @@ local function random_int8(dev, blocks, format)
     tonumber(kv.C.kvl_format_bytes_page(format)) })
   local piece = 4096
   for from = 0, blocks - 1, piece do
-    local n = math.min(piece, blocks - from) * M.BLOCK
+    local n = math.min(piece, blocks - from) * format.block_size
     kv.scope(function()
-      local rows = kv.randn(dev, "bf16", { 2, n, M.KV_HEADS, M.DIM }, { seed = 1 + from })
+      local rows = kv.randn(dev, "bf16", { 2, n, format.kv_heads, format.key_dim },
+        { seed = 1 + from })
       kv.ops.append_kv(rows:index(0), rows:index(1),
-        kv.arange(dev, "i64", n, from * M.BLOCK), memory, format)
+        kv.arange(dev, "i64", n, from * format.block_size), memory, format)
     end)
   end
   return memory

@@ -3,9 +3,9 @@
 -- machine that is measured in the same run.
 --
 -- A bench file returns a function of `b` that calls b:case { id, name, … } for each of
--- its cases; see Bench:case. A case is checked before it is timed. Its inputs are random
--- and its outputs are poisoned. Times are medians of at least 30 repeats, measured by
--- events on the device.
+-- its cases; see Bench:case, and Bench:walk for walks, which look for cliffs. A case is
+-- checked before it is timed. Its inputs are random and its outputs are poisoned. Times
+-- are medians of at least 30 repeats, measured by events on the device.
 --
 -- Two things are kept out of a time. The first is the host's work. Before each repeat, a
 -- read of 512 MiB empties the L2 (170 us on an H100), and what the host does during that
@@ -24,6 +24,7 @@ package.path = library.paths.root .. "/?.lua;" .. package.path -- require "bench
 local host = require "bench.lib.host"
 local limits = require "bench.lib.limits"
 local plain = require "bench.lib.plain"
+local walk = require "bench.lib.walk"
 
 local M = {}
 
@@ -108,8 +109,9 @@ end
 
 local ORDER = {
   "id", "name", "us", "bytes", "flops", "gb_s", "tflop_s", "limit", "limit_rate",
-  "of_limit", "target_us", "target_tflop_s", "target_of_limit", "reached", "note",
-  "defect", "error", "device", "commit", "date",
+  "of_limit", "target_us", "target_tflop_s", "target_of_limit", "reached", "points",
+  "cliffs", "ratio", "at", "trend_us", "beside", "note", "defect", "error", "device",
+  "commit", "date", "all",
 }
 
 local function format_row(row)
@@ -125,6 +127,13 @@ local function format_row(row)
   if row.target_us then add("target %g us %s", row.target_us, verdict) end
   if row.target_tflop_s then add("target %g TFLOP/s %s", row.target_tflop_s, verdict) end
   if row.target_of_limit then add("target %.3f %s", row.target_of_limit, verdict) end
+  if row.points then
+    add("%3d points, %2d above %g, the highest %.2f at %s", row.points, row.cliffs,
+      walk.STANDS_OUT, row.ratio, row.at)
+  end
+  if row.beside then
+    add("%.2f x the %.1f us that %s allows", row.ratio, row.trend_us, row.beside)
+  end
   if row.note then add("%s", row.note) end
   if row.defect then add("DEFECT OF THE BENCH: %s", row.defect) end
   if row.error then add("FAILED: %s", row.error) end
@@ -159,6 +168,20 @@ end
 function Bench:case(case)
   case.on_both, case.on = not case.on, case.on or "cuda"
   self.cases[#self.cases + 1] = case
+end
+
+--- Registers a walk, which looks for cliffs (bench/lib/walk.lua). It runs only when its
+-- id or its file is named:
+--   id, name
+--   axes     a list of axes { name, value, … }; values are numbers or texts. apart:
+--            points that differ on this axis are not compared
+--   skip     function(at): is there no such point? at has a value for each axis; may be
+--            missing
+--   make     function(b, at) that makes the inputs of a point and returns the work, as
+--            the setup of a case does: check, run, and bytes or flops or both
+function Bench:walk(one)
+  one.on_both, one.is_walk = true, true
+  self.cases[#self.cases + 1] = one
 end
 
 local function set_target(self, row, target)
@@ -213,28 +236,49 @@ local function row_of(self, case)
   return row
 end
 
+--- Calls fn(...) and frees what it made. Returns its result, or nil and why it failed.
+function Bench:attempt(fn, ...)
+  local ok, result = pcall(kv.scope, fn, ...)
+  collectgarbage()
+  if ok then return result end
+  if kv.C.kvl_interrupted() ~= 0 then error(result, 0) end
+  return nil, tostring(result):match "[^\n]*"
+end
+
 --- Runs a case and prints its row, also if it fails. Returns whether it passed its check
 -- and stayed below its limit.
 function Bench:run(case)
-  local ok, row = pcall(kv.scope, row_of, self, case)
-  collectgarbage()
-  self.device:trim()
-  if not ok then
-    if kv.C.kvl_interrupted() ~= 0 then error(row, 0) end
-    row = { id = case.id, name = case.name, error = tostring(row):match "[^\n]*" }
+  if case.is_walk then
+    local ok = walk.run(self, case)
+    self.device:trim()
+    return ok
   end
+  local row, why = self:attempt(row_of, self, case)
+  self.device:trim()
+  row = row or { id = case.id, name = case.name, error = why }
   self:print_row(row)
-  return ok and not row.defect
+  return not row.error and not row.defect
 end
 
 -- ---- the command ----------------------------------------------------------------------
 
---- What the command line asks for: paths of files, and a set of ids (nil: all ids).
+--- The path of bench/WORD.lua; nil if there is no such file.
+local function own_file(word)
+  local path = ("%s/bench/%s.lua"):format(library.paths.root, word)
+  local file = word:match "^[%w_]+$" and io.open(path)
+  if not file then return nil end
+  file:close()
+  return path
+end
+
+--- What the command line asks for: paths of files, and a set of ids (nil: all ids). A
+-- file of bench/ may be named without its folder and ending.
 local function parse(args)
   local files, ids = {}, nil
   for _, word in ipairs(args) do
-    if word:match "%.lua$" then
-      files[#files + 1] = word
+    local own = own_file(word)
+    if own or word:match "%.lua$" then
+      files[#files + 1] = own or word
     else
       ids = ids or {}
       ids[word] = true
@@ -304,8 +348,8 @@ local function begin(self)
   end
 end
 
---- Runs what the command line names (ids such as P1, limits, files), or everything if it
--- names nothing. Returns the exit status: 1 if a case failed, else 0.
+--- Runs what the command line names (ids such as P1, limits, files), or everything but
+-- walks if it names nothing. Returns the exit status: 1 if a case failed, else 0.
 ---@param options kvlab.CommandLine
 ---@param write? fun(text: string)     in place of standard output
 ---@param complain? fun(text: string)  in place of standard error
@@ -329,9 +373,9 @@ function M.main(options, write, complain)
   for _, name in ipairs { "T", "F", "L" } do
     if ids and ids[name] then b:limit(name) end
   end
-  local failed = {}
+  local failed, is_all = {}, #options.args == 0
   for _, case in ipairs(b.cases) do
-    local is_wanted = not ids or ids[case.id]
+    local is_wanted = ids and ids[case.id] or not ids and not (case.is_walk and is_all)
     if is_wanted and (case.on_both or case.on == b.kind) and not b:run(case) then
       failed[#failed + 1] = case.id
     end
