@@ -37,8 +37,11 @@ else
   EAGER[tried.own] = tried.is_eager(tried.own)
 end
 
-local function new_policy(name)
-  return name == "emitting" and emitting {} or kv.policy(name)
+--- A policy with options of `again`, if its selections can be read again.
+local function new_policy(name, again)
+  if name == "emitting" then return emitting {} end
+  local ok, policy = pcall(kv.policy, name, again)
+  return ok and policy or kv.policy(name)
 end
 
 local function one_of(rng, list) return list[1 + rng(#list)] end
@@ -54,8 +57,10 @@ local function case_of(rng, seed)
     soft_cap = rng(3) == 0 and 2 or nil,
     window = one_of(rng, { false, false, false, 30, { 0, 30 } }) or nil,
     draft_policy = rng(2) == 0 and one_of(rng, POLICIES) or nil }
+  o.again = rng(2) == 0
+    and { reuse_steps = 1 + rng(4), reuse_layers = 1 + rng(2) } or nil
   o.draft_reuse = o.draft_policy ~= nil and rng(3) == 0
-    and pcall(reuse.expect_policy, new_policy(o.draft_policy))
+    and pcall(reuse.expect_policy, new_policy(o.draft_policy, o.again))
   o.prefill_policy = rng(3) == 0 and #PREFILL > 0 and one_of(rng, PREFILL) or nil
   o.max_blocks = math.ceil(TOKENS / o.block_size)
   local hot, evict = 3 * o.max_blocks, o.block_size % 4 == 1 and "lfu" or nil
@@ -73,7 +78,9 @@ local function case_of(rng, seed)
     ["hot cache with overlap"] = { hot_slots = hot, hot_overlap = true, evict = evict },
   })[o.tier]
   o.graph = o.tier ~= "ring" and not EAGER[o.policy] and rng(2) == 0
-  o.name = ("%s after %s, %s%s, block_size %d, %s%s%s%s%s"):format(o.policy,
+  o.name = ("%s%s after %s, %s%s, block_size %d, %s%s%s%s%s"):format(o.policy,
+    o.again and (" read in %d steps, %d layers"):format(o.again.reuse_steps,
+      o.again.reuse_layers) or "",
     o.prefill_policy or "a dense prompt", o.draft_policy and "drafts by "
     .. o.draft_policy .. (o.draft_reuse and ", reused, " or ", ") or "", o.tier,
     o.block_size, o.dtype,
@@ -89,9 +96,9 @@ local function open(dev, o, is_plain)
     alibi = o.has_alibi and model.attention_options.alibi or nil }
   local e = model:engine { blocks = 4 * o.max_blocks, block_size = o.block_size,
     chunk = 64, max_seqs = 3, max_blocks = o.max_blocks, format = o.dtype,
-    policy = new_policy(o.policy),
+    policy = new_policy(o.policy, o.again),
     prefill_policy = o.prefill_policy and kv.policy(o.prefill_policy),
-    draft_policy = o.draft_policy and new_policy(o.draft_policy),
+    draft_policy = o.draft_policy and new_policy(o.draft_policy, o.again),
     draft_reuse = o.draft_reuse,
     graph = o.graph and not is_plain, offload = not is_plain and o.offload or nil,
     tables = not is_plain and o.tables or nil }
@@ -162,7 +169,8 @@ function KINDS.draft(rng, n, o)
   local counts, total = counts_of(rng, n, 5)
   local tokens, taken = tokens_of(rng, total), {}
   local parents = rng(3) == 0 and not o.has_alibi and not o.window and total > n
-    and o.has_trees and o.tables ~= "head" and random_tree(rng, counts) or nil
+    and o.has_trees and not o.again and o.tables ~= "head" and random_tree(rng, counts)
+    or nil
   for i = 1, n do taken[i] = parents and counts[i] or rng(counts[i] + 1) end
   return ("%s of %s without %s"):format(parents and "tree" or "draft",
     table.concat(counts, " "), table.concat(taken, " ")), function(s)
