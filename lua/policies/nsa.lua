@@ -11,7 +11,8 @@
 --         token. granularity = "token" selects the best tokens, as DSA does, and does so
 --         for each token of a prompt too; KV must then be on the device or, in decode,
 --         behind a hot cache of tokens (hot_tokens)
--- Cost    reads one byte per dim of every token's index key. With "token", attention
+-- Cost    reads one byte per dim of every token's index key, or of the mean of the keys
+--         of index_pool tokens, which are then selected together. With "token", attention
 --         reads scattered rows of head_dim numbers. A ratio of tokens is computed for
 --         each sequence: sequences of different lengths take a launch each, and no graph
 --         can record the step
@@ -25,8 +26,8 @@ return kv.policy.define {
   name = "nsa", prefill = true, decode = true, own_bytes = 0,
   defaults = { ratio = 0.1, min_blocks = 4, sink = 1, recent = 2, granularity = "block",
                index = "key", index_dim = 128, index_weights = {}, index_bits = 8,
-               index_scale = "f32", rotate = false, seed = 0 },
-  takes = { granularity = one_of("block", "token"), index_dim = count,
+               index_scale = "f32", index_pool = 1, rotate = false, seed = 0 },
+  takes = { granularity = one_of("block", "token"), index_dim = count, index_pool = count,
             index = one_of("key", "random", "given", "model"),
             index_scale = one_of("f32", "ue8m0") },
   aliases = { index_topk = "tokens", index_layers = "reuse_layers" },
@@ -40,7 +41,7 @@ return kv.policy.define {
     local least = math.max(self.sink + self.recent, self.min_blocks)
     self.landmarks = kv.landmarks(shape, { index = self.index, dim = self.index_dim,
       bits = self.index_bits, scale = self.index_scale, rotate = self.rotate,
-      weights = self.index_weights, seed = self.seed })
+      weights = self.index_weights, seed = self.seed, pool = self.index_pool })
     self.want = { sink = self.sink, recent = self.recent, k = function(length)
       if self.tokens then return math.max(1, self.tokens, least * size) end
       local blocks = math.ceil(length / size)

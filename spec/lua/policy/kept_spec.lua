@@ -33,6 +33,8 @@ local CASES = {
              min_blocks = 0 }, 1 },
   { "nsa", { granularity = "token", ratio = 0.1, sink = 0, recent = 1,
              min_blocks = 0 }, 1 },
+  { "nsa", { granularity = "token", index_topk = 24, index_pool = 4, sink = 0,
+             recent = 0, min_blocks = 0 }, 1 },
 }
 
 --- Plays a script. Returns the outputs, what each layer selected in decode steps of one
@@ -168,7 +170,7 @@ support.each_device(function(dev)
 
   it("is read by the rows of a step as by steps of one token on " .. dev:name(),
     function()
-      for _, i in ipairs { 1, 8, 9 } do -- policies that score blocks by their keys
+      for _, i in ipairs { 1, 8, 9, 11 } do -- policies that score blocks by their keys
         local one = play(dev, CASES[i], { reuse_steps = 3 },
           script(times(8, { "decode", 1, 2 })))
         local rows = play(dev, CASES[i], { reuse_steps = 3 }, script({ "decode", 1, 2 },
