@@ -540,7 +540,9 @@ function Attention:forward(layer, q, k, v, out, index)
   ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, cuts or ctx.batch,
     self.inv_freqs and self.inv_freqs[layer])
   if self.reads_index then take_index(self, ctx, layer, index, cuts or ctx.batch) end
-  if self.reuse_role ~= "again" then -- which asks no policy; the check calls the hook
+  -- A step that reads a draft's selection again asks no policy, and the step that
+  -- verifies the draft calls the hook. But if some sequences go on alone, they select.
+  if self.reuse_role ~= "again" or ctx.seqs > 1 then
     call_hook(self, ctx.is_prefill and "on_prefill_offload" or "on_decode_offload", ev,
       true)
   end
