@@ -86,7 +86,7 @@ support.each_device(function(dev)
     it("reads means of its keys the same way however they came", function()
       local function play(script, more)
         local all = { index = indexer(maps), tables = more, policy = policy("model",
-          { index_pool = 4 }), prefill_policy = policy("model", { index_pool = 4 }) }
+          { index_pool = 8 }), prefill_policy = policy("model", { index_pool = 8 }) }
         local outs, its = rig.play(dev, all, script)
         its.cache:close()
         return outs
@@ -129,6 +129,9 @@ describe("nsa with an index of the model", function()
       .. "or given", rig.new, cpu, { policy = policy "model" })
     support.raises("the model's indexer has dim 48, expected 32, 64 or 128", rig.new, cpu,
       { policy = policy "model", index = { heads = 2, dim = 48 } })
+    support.raises("block_size is 2, expected a multiple of 4 where the index is the "
+      .. "model's", rig.new, cpu, { policy = policy "model", block_size = 2,
+      index = { heads = 2, dim = 32 } })
   end)
 
   it("needs what the indexer makes, in every layer", function()

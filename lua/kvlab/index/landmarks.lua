@@ -177,6 +177,9 @@ function kinds.model(self, o)
     refuse("index is model, but the model has no indexer, expected key, random or given")
   elseif dim_for(index.dim) ~= index.dim then
     refuse("the model's indexer has dim %d, expected 32, 64 or 128", index.dim)
+  elseif self.shape.block_size % 4 ~= 0 then -- copies are of 16 bytes
+    refuse("block_size is %d, expected a multiple of 4 where the index is the model's",
+      self.shape.block_size)
   end
   self.is_model, o.rotate, o.scale = true, true, "ue8m0"
   return index.dim, index.heads
@@ -213,15 +216,14 @@ function M.landmarks(shape, o)
                  rotate = o.rotate, scale = o.scale }
   dim, self.heads = kinds[o.index](self, kind)
   local function new_cache(entries, rotate)
-    local cache = index_cache.index_cache { blocks = shape.blocks,
+    return index_cache.index_cache { blocks = shape.blocks,
       layers = shape.memory_layers or shape.layers, block_size = entries, dim = dim,
       rotate = rotate, bits = o.bits, scale = kind.scale, device = shape.device }
-    if self.is_model then shape.followers[cache] = true end
-    return cache
   end
   local has_both = self.is_model and pool > 1
   self.of_tokens = has_both and new_cache(shape.block_size, kind.rotate) or nil
   self.cache = new_cache(self.group, kind.rotate and not has_both)
+  if self.is_model then shape.followers[self.of_tokens or self.cache] = true end
   return self
 end
 
