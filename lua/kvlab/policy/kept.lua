@@ -68,10 +68,16 @@ function M.attach(p, shape)
   local select = p.by_token and "select_tokens" or "select_blocks"
   self.ask = p[select]
   p[select] = function(_, ctx) return self:select(ctx) end
-  local begin, reset = p.step_begin, p.reset
+  local begin, begin_layer, reset = p.step_begin, p.attention_begin, p.reset
   function p.step_begin(_, ctx)
     self:begin(ctx)
     if begin then begin(p, ctx) end
+  end
+  function p.attention_begin(_, ctx)
+    for i = 1, ctx.is_prefill and #ctx.sequences or 0 do -- also by another policy
+      if ctx.batch.counts[i] > 0 then ctx.sequences[i].state[self] = nil end
+    end
+    if begin_layer then begin_layer(p, ctx) end
   end
   function p.reset()
     for _, one in pairs(self.tallies) do one:reset() end

@@ -269,13 +269,15 @@ end)
 
 describe("a policy whose selections are read again", function()
   it("selects anew after anything else that changes a sequence", function()
-    for _, line in ipairs { { "prefill", 1, 1 }, { "truncate", 1, 240 },
-                            { "truncate", 1, 250 } } do
-      local _, own = play(cpu, CASES[1], nil, script({ "decode", 1 }, { "decode", 1 },
-        line, { "decode", 1 }))
-      local _, got = play(cpu, CASES[1], { reuse_steps = 9 }, script({ "decode", 1 },
-        { "decode", 1 }, line, { "decode", 1 }))
-      local length = line[1] == "prefill" and 254 or line[3] + 1
+    for length, lines in pairs { [254] = { { "prefill", 1, 1 } },
+                                 [241] = { { "truncate", 1, 240 } },
+                                 [251] = { { "truncate", 1, 250 } },
+                                 [253] = { { "truncate", 1, 200 },
+                                           { "prefill", 1, 52 } } } do
+      local all = script({ "decode", 1 }, { "decode", 1 }, unpack(lines))
+      table.insert(all, { "decode", 1 })
+      local _, own = play(cpu, CASES[1], nil, all)
+      local _, got = play(cpu, CASES[1], { reuse_steps = 9 }, all)
       assert.same(own[length .. " 1"], got[length .. " 1"])
     end
   end)
