@@ -1,15 +1,16 @@
 --- Random scripts of steps: prompts alone and in batches, decode steps, drafts in chains
 -- and trees of which tokens are taken back, drafts by a policy, forks, and sequences that
--- end. Two engines play a script with the same policies. One is plain: its cache is
--- resident and has one table a sequence, and it launches every step. The other has any
--- memory tier or other tables, perhaps graphs, and its steps are interrupted and tried
--- again. Both must compute the same logits.
+-- end, over keys and values or over latents, whose model has an indexer. Two engines play
+-- a script with the same policies. One is plain: its cache is resident and has one table
+-- a sequence, and it launches every step. The other has any memory tier or other tables,
+-- perhaps graphs, and its steps are interrupted and tried again. Both must compute the
+-- same logits.
 local emitting = require "spec.models.emitting"
 local interrupted = require "spec.interrupted"
 local kv = require "kvlab"
 local reuse = require "kvlab.policy.reuse"
 local support = require "spec.support"
-local tiny = require("spec.models.tiny").tiny
+local tiny = require "spec.models.tiny"
 local tried = require "spec.tried_policies"
 
 local M = {}
@@ -37,13 +38,66 @@ else
   EAGER[tried.own] = tried.is_eager(tried.own)
 end
 
-local function new_policy(name)
-  return name == "emitting" and emitting {} or kv.policy(name)
+--- The model's own selection of tokens, over latents.
+local function new_dsa(again, pool)
+  local o = { granularity = "token", index = "model", index_topk = 12, min_blocks = 0,
+              sink = 0, recent = 0, index_pool = pool }
+  for name, value in pairs(again or {}) do o[name] = value end
+  return kv.policy("nsa", o)
+end
+
+--- A policy with options of `again`, if its selections can be read again.
+local function new_policy(name, again, pool)
+  if name == "emitting" then return emitting {} end
+  if name == "dsa" then return new_dsa(again, pool) end
+  local ok, policy = pcall(kv.policy, name, again)
+  return ok and policy or kv.policy(name)
+end
+
+--- Whether a policy works over latents: some read values, or change attention.
+local function works_over_latents(name, phase)
+  return (pcall(function()
+    local engine = tiny.latent(kv.device "cpu"):engine { blocks = 4,
+      [phase] = new_policy(name) }
+    local seq = engine:sequence()
+    engine:prefill(seq, { 1, 2, 3 })
+    engine:decode({ seq }, { 4 })
+    engine.cache:close()
+  end))
+end
+
+local latent -- policies by their phases, when they are first asked for
+local function over_latents()
+  if latent then return latent end
+  latent = { policy = {}, prefill_policy = {} }
+  for phase, names in pairs { policy = POLICIES, prefill_policy = PREFILL } do
+    for _, name in ipairs(names) do
+      if works_over_latents(name, phase) then table.insert(latent[phase], name) end
+    end
+  end
+  return latent
 end
 
 local function one_of(rng, list) return list[1 + rng(#list)] end
 
 -- ---- cases ----------------------------------------------------------------------------
+
+--- Makes a case one over latents, if there are policies for them.
+local function use_latents(rng, o)
+  local names = over_latents()
+  if #names.policy == 0 then return end
+  o.is_latent, o.dtype = true, "f32"
+  o.policy = not tried.own and rng(2) == 0 and "dsa" or one_of(rng, names.policy)
+  o.pool = one_of(rng, { 1, 1, 2, 4 })
+  if o.policy == "dsa" then o.block_size = one_of(rng, { 4, 8, 16 }) end
+  o.draft_policy = o.draft_policy and one_of(rng, names.policy)
+  o.prefill_policy = nil
+  if rng(3) == 0 and #names.prefill_policy > 0 then
+    o.prefill_policy = one_of(rng, names.prefill_policy)
+  elseif o.policy == "dsa" and rng(2) == 0 then
+    o.prefill_policy = "dsa"
+  end
+end
 
 --- What a seed plays: options of the attention and of the two engines, and its name.
 -- Policies come in turn.
@@ -54,14 +108,25 @@ local function case_of(rng, seed)
     soft_cap = rng(3) == 0 and 2 or nil,
     window = one_of(rng, { false, false, false, 30, { 0, 30 } }) or nil,
     draft_policy = rng(2) == 0 and one_of(rng, POLICIES) or nil }
+  o.again = rng(2) == 0
+    and { reuse_steps = 1 + rng(4), reuse_layers = 1 + rng(2) } or nil
+  if rng(3) == 0 then use_latents(rng, o) end
   o.draft_reuse = o.draft_policy ~= nil and rng(3) == 0
-    and pcall(reuse.expect_policy, new_policy(o.draft_policy))
-  o.prefill_policy = rng(3) == 0 and #PREFILL > 0 and one_of(rng, PREFILL) or nil
+    and pcall(reuse.expect_policy, new_policy(o.draft_policy, o.again))
+  if not o.is_latent then
+    o.prefill_policy = rng(3) == 0 and #PREFILL > 0 and one_of(rng, PREFILL) or nil
+  end
   o.max_blocks = math.ceil(TOKENS / o.block_size)
   local hot, evict = 3 * o.max_blocks, o.block_size % 4 == 1 and "lfu" or nil
   o.tier = one_of(rng, { "resident", "ring", "hot cache", "hot cache with overlap",
     "tables by layer", "tables by head" })
   o.tables = o.tier:match "^tables by (%a+)"
+  if o.policy == "dsa" and not o.tables and o.tier ~= "resident" then
+    o.tier, o.draft_policy, o.draft_reuse = "hot cache of tokens", nil, false
+    o.prefill_policy, o.window = nil, type(o.window) == "number" and o.window or nil
+  elseif o.is_latent and o.tables == "head" then
+    o.tables, o.tier = "layer", "tables by layer"
+  end
   if o.tables == "head" then
     o.has_alibi = false
     local across = ACROSS_HEADS[o.policy] or ACROSS_HEADS[o.draft_policy]
@@ -70,10 +135,14 @@ local function case_of(rng, seed)
   end
   o.offload = ({ ring = { slots = 2, slot_blocks = 1 + rng(3) },
     ["hot cache"] = { hot_slots = hot, evict = evict },
+    ["hot cache of tokens"] = { hot_tokens = 3 * 16 },
     ["hot cache with overlap"] = { hot_slots = hot, hot_overlap = true, evict = evict },
   })[o.tier]
   o.graph = o.tier ~= "ring" and not EAGER[o.policy] and rng(2) == 0
-  o.name = ("%s after %s, %s%s, block_size %d, %s%s%s%s%s"):format(o.policy,
+  o.name = ("%s%s%s after %s, %s%s, block_size %d, %s%s%s%s%s"):format(o.policy,
+    o.is_latent and (" over latents, pool %d,"):format(o.pool) or "",
+    o.again and (" read in %d steps, %d layers"):format(o.again.reuse_steps,
+      o.again.reuse_layers) or "",
     o.prefill_policy or "a dense prompt", o.draft_policy and "drafts by "
     .. o.draft_policy .. (o.draft_reuse and ", reused, " or ", ") or "", o.tier,
     o.block_size, o.dtype,
@@ -84,14 +153,15 @@ end
 
 --- An engine with two short sequences. o: a case; is_plain: without its tier and graphs.
 local function open(dev, o, is_plain)
-  local model = tiny(dev)
+  local model = o.is_latent and tiny.latent(dev) or tiny.tiny(dev)
   model.attention_options = { soft_cap = o.soft_cap, window = o.window,
+    index = model.attention_options.index,
     alibi = o.has_alibi and model.attention_options.alibi or nil }
   local e = model:engine { blocks = 4 * o.max_blocks, block_size = o.block_size,
     chunk = 64, max_seqs = 3, max_blocks = o.max_blocks, format = o.dtype,
-    policy = new_policy(o.policy),
-    prefill_policy = o.prefill_policy and kv.policy(o.prefill_policy),
-    draft_policy = o.draft_policy and new_policy(o.draft_policy),
+    policy = new_policy(o.policy, o.again, o.pool),
+    prefill_policy = o.prefill_policy and new_policy(o.prefill_policy, nil, o.pool),
+    draft_policy = o.draft_policy and new_policy(o.draft_policy, o.again),
     draft_reuse = o.draft_reuse,
     graph = o.graph and not is_plain, offload = not is_plain and o.offload or nil,
     tables = not is_plain and o.tables or nil }
@@ -162,7 +232,8 @@ function KINDS.draft(rng, n, o)
   local counts, total = counts_of(rng, n, 5)
   local tokens, taken = tokens_of(rng, total), {}
   local parents = rng(3) == 0 and not o.has_alibi and not o.window and total > n
-    and o.has_trees and o.tables ~= "head" and random_tree(rng, counts) or nil
+    and o.has_trees and not o.again and o.tables ~= "head" and random_tree(rng, counts)
+    or nil
   for i = 1, n do taken[i] = parents and counts[i] or rng(counts[i] + 1) end
   return ("%s of %s without %s"):format(parents and "tree" or "draft",
     table.concat(counts, " "), table.concat(taken, " ")), function(s)

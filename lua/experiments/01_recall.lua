@@ -37,9 +37,11 @@
 --
 -- model: recall, or recall_latent, whose attention is over latents (MLA) and has an
 -- indexer that was trained with it (DSA). Policies that read values or evict are refused
--- there. What the policy nsa selects with: granularity (block or token) and index (key,
--- random or model). So --set model=recall_latent --set policy=nsa --set
--- granularity=token --set index=model is the model's own selection.
+-- there. What the policy nsa selects with: granularity (block or token), index (key,
+-- random or model) and index_pool. So --set model=recall_latent --set policy=nsa --set
+-- granularity=token --set index=model is the model's own selection. reuse_steps and
+-- reuse_layers: in every how many steps and layers policies select; questions in a row on
+-- one sequence (--set question=row) show what steps between do.
 local costs = require "kvlab.experiment.costs"
 local kv = require "kvlab"
 local exam = require "models.recall.exam"
@@ -68,9 +70,11 @@ end
 local function policy_of(config)
   local options = config.policy ~= "full" and
     { [config.unit] = config.budget, sink = 1, recent = 2, min_blocks = 0,
+      reuse_steps = config.reuse_steps, reuse_layers = config.reuse_layers,
       split = config.split ~= "even" and config.split or nil } or nil
   if config.policy == "nsa" then
     options.granularity, options.index = config.granularity, config.index
+    options.index_pool = config.index_pool
     if config.granularity == "token" then options.sink, options.recent = 0, 0 end
   end
   return kv.policy(config.policy, options)
@@ -106,7 +110,8 @@ kv.experiment.run {
   defaults = { prompts = 8, needles = 32, block_size = 16, memory = "resident",
                question = "decode", unit = "ratio", format = "bf16",
                split = "even", tables = "head", model = "recall",
-               granularity = "block", index = "key" },
+               granularity = "block", index = "key", index_pool = 1, reuse_steps = 1,
+               reuse_layers = 1 },
   quick = { context = { 512, 1024 }, prompts = 2 },
   proportions = { accuracy = "questions", "attention_mass", "bytes_share",
                   "held_share" },

@@ -380,14 +380,17 @@ local function compute_decode(self, count)
 end
 
 --- Under what the graph of a step is kept: of one token a sequence, the number of
--- sequences. Of drafts, every number by which the host decides what to launch. Where the
--- tokens begin in their blocks is none of these: verify pads the lists of blocks.
+-- sequences, and which launches a policy makes. Of drafts, every number by which the host
+-- decides what to launch. Where the tokens begin in their blocks is none of these: verify
+-- pads the lists of blocks.
 local function graph_key(self)
-  local batch = self.batch
-  if batch.tokens_count == batch.count and not batch.tree then return batch.count end
-  local key = ("%d tokens of %d, %d blocks, at most %d, %d words"):format(
+  local batch, variant = self.batch, self.attention.context.variant
+  if batch.tokens_count == batch.count and not batch.tree then
+    return variant and ("%d, %s"):format(batch.count, variant) or batch.count
+  end
+  local key = ("%d tokens of %d, %d blocks, at most %d, %d words, %s"):format(
     batch.tokens_count, batch.count, batch.touched, batch.open_limit,
-    batch.tree and batch.tree:size(1) or 0)
+    batch.tree and batch.tree:size(1) or 0, variant or "all")
   if not self.attention.shape.has_tally then return key end
   -- a tally adds up the rows of each sequence
   return key .. ": " .. table.concat(batch.counts, " ", 1, batch.count)
@@ -519,7 +522,8 @@ local function run_drafted(self, n, at, choose)
   local logits
   if replays(self) and not attention.draft_policy.eager then
     local key = ("draft of %d, %s, %s, in %d blocks, %d steps"):format(n,
-      choose and "chosen" or "likeliest", attention.reuse_role or "each selects",
+      choose and "chosen" or "likeliest",
+      attention.reuse_role or attention.context.variant or "each selects",
       attention.draft_rows.open_limit, drafted.ids:size(0))
     logits = replay_decode(self, n, key, compute)
   else

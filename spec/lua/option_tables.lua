@@ -391,7 +391,7 @@ M["PrefixChunks:attend"] = {
 M["kv.landmarks"] = {
   good = function()
     return { index = "random", dim = 32, rotate = true, bits = 8, scale = "ue8m0",
-             seed = 1 }
+             seed = 1, pool = 2 }
   end,
   call = function(o) kv.landmarks(SHAPE, o) end,
 }

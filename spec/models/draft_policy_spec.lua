@@ -319,6 +319,31 @@ support.each_device(function(dev)
     s.engine.cache:close()
   end)
 
+  it("selects by its own tokens where it goes on alone, reusing, on " .. dev:name(),
+    function()
+      local logits = {}
+      for _, is_dirty in ipairs { false, true } do
+        local e = model:engine { blocks = 200, block_size = 1, max_seqs = 2,
+          draft_policy = kv.policy("quest", { blocks = 5, recent = 1, sink = 0 }),
+          draft_reuse = true }
+        if is_dirty then -- blocks whose summaries are those of other tokens
+          local other, tokens = e:sequence(), {}
+          for t = 1, 150 do tokens[t] = t * 53 % VOCAB end
+          e:prefill(other, tokens)
+          e:finish(other)
+        end
+        local seqs, all = { e:sequence(), e:sequence() }, {}
+        for i = 1, 2 do e:prefill(seqs[i], PROMPTS[i]) end
+        e:draft(seqs, { 9, 5 }, { 3, 4 }, function(rows, step, ids)
+          all[step] = rows:list()
+          ids:fill_(7 * step)
+        end)
+        logits[is_dirty] = all
+        e.cache:close()
+      end
+      for step = 1, 9 do support.close(logits[true][step], logits[false][step], 1e-5) end
+    end)
+
   it("finds the likeliest tokens in a graph as without one on " .. dev:name(), function()
     local function quest() return kv.policy("quest", { ratio = 0.3 }) end
     local a = open(model, { draft_policy = quest(), graph = true })

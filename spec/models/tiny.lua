@@ -71,6 +71,52 @@ function Tiny:forward_layer(i, s, attention)
   s.x:add(s.h, s.x)
 end
 
+-- The same with latents: keys of 24 numbers, the first 16 of which are values, shared by
+-- all heads; and an indexer of 2 heads of 32.
+local Latent = setmetatable({}, { __index = Tiny })
+Latent.__index = Latent
+
+local SIZES = { q = 96, k = 24, iq = 64, ik = 32, iw = 2 }
+
+function M.latent(dev)
+  local self = setmetatable(M.tiny(dev), Latent)
+  self.config = { layers = 2, heads = 4, kv_heads = 1, head_dim = 24, value_dim = 16,
+                  hidden = 32, vocab = 97 }
+  local seed = 50
+  for i = 0, 1 do
+    for name, size in pairs(SIZES) do
+      self.layers[i][name] = matrix(dev, size, 32, seed + size + 7 * i)
+    end
+  end
+  self.attention_options.index = { heads = 2, dim = 32 }
+  return self
+end
+
+function Latent.buffers()
+  local sizes = { x = 32, h = 32, out = 64 }
+  for name, size in pairs(SIZES) do sizes[name] = size end
+  return sizes
+end
+
+function Latent.views(_, buffers, n)
+  local s = { n = n }
+  for name, buffer in pairs(buffers) do s[name] = buffer:narrow(0, n) end
+  s.q3, s.k3 = s.q:reshape { n, 4, 24 }, s.k:reshape { n, 1, 24 }
+  s.out3 = s.out:reshape { n, 4, 16 }
+  s.index = { q = s.iq:reshape { n, 2, 32 }, k = s.ik, weights = s.iw }
+  return s
+end
+
+function Latent:forward_layer(i, s, attention)
+  local w = self.layers[i]
+  kv.ops.rmsnorm(s.x, w.before, 1e-5, s.h)
+  for name in pairs(SIZES) do s.h:matmul_t(w[name], s[name]) end
+  attention:forward(i, s.q3, s.k3, nil, s.out3, s.index)
+  s.out:matmul_t(w.o, s.h)
+  kv.ops.rmsnorm(s.h, w.after, 1e-5, s.h)
+  s.x:add(s.h, s.x)
+end
+
 function Tiny.states(_, s) return s.x end
 
 function Tiny:logits(states, out) states:matmul_t(self.embedding, out) end

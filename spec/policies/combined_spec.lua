@@ -37,10 +37,10 @@ describe("layers", function()
   end)
 
   it("refuses a base that cannot select there", function()
-    support.raises("xattention does not select in decode", decode, "layers",
+    support.raises("xattention does not select blocks in decode", decode, "layers",
       { base = "xattention" })
-    support.raises("nsa_branches does not select in decode, or has a dataflow of its own",
-      decode, "layers", { base = "nsa_branches" })
+    support.raises("nsa_branches does not select blocks in decode, or has a dataflow of "
+      .. "its own", decode, "layers", { base = "nsa_branches" })
     support.raises("magicpig changes or reads the weights of attention", decode, "layers",
       { base = "magicpig" })
     support.raises('no policy "qest"', decode, "layers", { base = "qest" })

@@ -83,6 +83,39 @@ support.each_device(function(dev)
 
     it("selects in every second layer", function() same_script { index_layers = 2 } end)
 
+    it("reads means of its keys the same way however they came", function()
+      local function play(script, more)
+        local all = { index = indexer(maps), tables = more, policy = policy("model",
+          { index_pool = 8 }), prefill_policy = policy("model", { index_pool = 8 }) }
+        local outs, its = rig.play(dev, all, script)
+        its.cache:close()
+        return outs
+      end
+      local function last(outs, n, step)
+        local all = {}
+        for i = #outs - n + 1, #outs do
+          for _, x in ipairs(outs[i]) do all[#all + 1] = x end
+        end
+        return { unpack(all, #all - (step or #all) + 1) }
+      end
+      local decodes = { { "prefill", 1, 90 } }
+      for _ = 1, 12 do table.insert(decodes, { "decode", 1 }) end
+      local want = play(decodes)[1]
+      local one = #want[13]
+      for _, tables in ipairs { "one", "layer" } do
+        local whole = play({ { "prefill", 1, 95 }, { "prefill", 1, 7 } }, tables)[1]
+        support.close(last(whole, 1), last(want, 7), 3e-6, 3e-6)
+        local cut = { { "prefill", 2, 30 }, { "close", 2 } }
+        for _ = 1, 9 do table.insert(cut, { "prefill", 1, 10 }) end
+        for _, line in ipairs { { "verify", { 5 }, 1 }, { "verify", { 9 }, 1 },
+                                { "take_back", { 7 } }, { "verify", { 5 }, 1 } } do
+          table.insert(cut, line)
+        end
+        local got = play(cut, tables)[1]
+        support.close(last(got, 1, 5 * one), last(want, 5), 3e-6, 3e-6)
+      end
+    end)
+
     it("selects with tables by layer", function() same_script(nil, { tables = "layer" })
     end)
   end)
@@ -96,6 +129,9 @@ describe("nsa with an index of the model", function()
       .. "or given", rig.new, cpu, { policy = policy "model" })
     support.raises("the model's indexer has dim 48, expected 32, 64 or 128", rig.new, cpu,
       { policy = policy "model", index = { heads = 2, dim = 48 } })
+    support.raises("block_size is 2, expected a multiple of 4 where the index is the "
+      .. "model's", rig.new, cpu, { policy = policy "model", block_size = 2,
+      index = { heads = 2, dim = 32 } })
   end)
 
   it("needs what the indexer makes, in every layer", function()

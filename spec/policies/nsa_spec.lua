@@ -45,6 +45,8 @@ describe("nsa by tokens", function()
     it("equals dense attention when the budget is everything", function()
       local dense = decode(dev, {}, { policy = "full", options = {} })
       for _, o in ipairs { { ratio = 1 }, { index_topk = 4096 },
+                           { ratio = 1, index_pool = 4 },
+                           { index_topk = 4096, index_pool = 8 },
                            { ratio = 1, index = "random", index_dim = 64 } } do
         same(decode(dev, o), dense)
       end
@@ -104,6 +106,7 @@ describe("nsa by tokens", function()
       local dense = rig.prefill(dev, { length = 200 })
       for _, chunk in ipairs { 7, 64, 200 } do
         for _, o in ipairs { { ratio = 1 }, { index_topk = 200 },
+                             { index_topk = 200, index_pool = 2 },
                              { index_topk = 200, index_layers = 2 } } do
           local policy = kv.policy("nsa", options(o))
           support.close(rig.prefill(dev, { length = 200, chunk = chunk,
@@ -113,18 +116,23 @@ describe("nsa by tokens", function()
     end)
 
     it("selects for a token of a prompt what it selects when it is decoded", function()
-      local function outs(o)
-        o.prefill_policy = kv.policy("nsa", options { index_topk = 24 })
-        o.policy, o.options, o.length = "nsa", options { index_topk = 24 }, 150
-        return rig.prefill(dev, o)
+      for _, pool in ipairs { 1, 4 } do
+        local own = options { index_topk = 24, index_pool = pool }
+        local function outs(o)
+          o.prefill_policy = kv.policy("nsa", own)
+          o.policy, o.options, o.length = "nsa", own, 150
+          return rig.prefill(dev, o)
+        end
+        local whole = outs { chunk = 150 }
+        support.close(outs { chunk = 13 }, whole, 3e-6, 3e-6)
+        support.close(outs { chunk = 1, decode_tail = true }, whole, 3e-6, 3e-6)
       end
-      local whole = outs { chunk = 150 }
-      support.close(outs { chunk = 13 }, whole, 3e-6, 3e-6)
-      support.close(outs { chunk = 1, decode_tail = true }, whole, 3e-6, 3e-6)
     end)
 
     it("gives a sequence in a batch what it gives it alone, and a fork, too", function()
-      for _, o in ipairs { { ratio = 0.3 }, { index_topk = 20, sink = 1, recent = 1 } } do
+      for _, o in ipairs { { ratio = 0.3 }, { index_topk = 20, sink = 1, recent = 1 },
+                           { ratio = 0.3, index_pool = 4 },
+                           { index_topk = 20, index_pool = 4 } } do
         local both = decode(dev, o, { lengths = { 250, 90 } })
         local alone = decode(dev, o, { lengths = { 250 } })
         for i, step in ipairs(alone) do
@@ -136,10 +144,12 @@ describe("nsa by tokens", function()
     end)
 
     it("sees a prompt in any chunking, and requests before it, the same way", function()
-      local o = { ratio = 0.2 }
-      local whole = decode(dev, o, { lengths = { 200 } })
-      same(decode(dev, o, { lengths = { 200 }, chunk = 7 }), whole)
-      same(decode(dev, o, { lengths = { 200 }, before = { 90, 250 } }), whole)
+      for _, o in ipairs { { ratio = 0.2 }, { ratio = 0.2, index_pool = 4 },
+                           { ratio = 0.2, index_pool = 8, granularity = "block" } } do
+        local whole = decode(dev, o, { lengths = { 200 } })
+        same(decode(dev, o, { lengths = { 200 }, chunk = 7 }), whole)
+        same(decode(dev, o, { lengths = { 200 }, before = { 90, 250 } }), whole)
+      end
     end)
 
     it("works in every dtype and over an f8e4m3 cache", function()
@@ -190,6 +200,53 @@ describe("nsa by tokens", function()
         layout = { blocks = 32, kv_heads = 2, block_size = 4, head_dim = layout.head_dim }
       }), 1e-5)
     end
+  end)
+
+  it("lists the groups that logits of the means of their keys say", function()
+    for _, length in ipairs { 61, 62, 63, 64 } do
+      local run = small.play(kv.policy("nsa", options { tokens = 27, index_pool = 4 }),
+        { length - 1 }, 1)
+      local tokens, taken, logits = listed(run), {}, {}
+      local last = math.floor((length - 1) / 4)
+      for _, t in ipairs(tokens) do
+        local group = math.floor(t / 4)
+        taken[group] = (taken[group] or 0) + 1
+      end
+      for group = 0, last - 1 do
+        assert.is_true(taken[group] == nil or taken[group] == 4)
+        logits[group] = 0
+        for head = 1, 4 do
+          local dot = 0
+          for t = 4 * group + 1, 4 * group + 4 do
+            dot = dot + small.dot(run.q[length][head], run.k[t][math.ceil(head / 2)]) / 4
+          end
+          logits[group] = logits[group] + math.max(0, dot)
+        end
+      end
+      assert.equal(length - 4 * last, taken[last]) -- the newest group, as far as it goes
+      assert.equal(20 + taken[last], #tokens) -- 6 groups of 4 are 27 tokens at most
+      local worst, best = math.huge, -math.huge
+      for group = 0, last - 1 do
+        if taken[group] then worst = math.min(worst, logits[group])
+        else best = math.max(best, logits[group]) end
+      end
+      assert.is_true(worst > 0.8 * best, ("%g, %g"):format(worst, best))
+    end
+  end)
+
+  it("reads a quarter of the keys for scores where four share one", function()
+    local bytes = {}
+    for _, pool in ipairs { 1, 4 } do
+      local its = rig.new(cpu, { policy = "nsa", options = options { tokens = 32,
+        index_pool = pool } })
+      local probe = kv.probe(its.attention)
+      rig.play(cpu, { rig = its }, { { "prefill", 1, 300 }, { "decode", 1 } })
+      bytes[pool] = its.attention.reads.scored
+      assert.near(32 / 16, probe:metrics().blocks_read, pool == 1 and 1e-6 or 0.2)
+      its.cache:close()
+    end
+    assert.equal(2 * math.ceil(301 / 16) * 16 * (64 + 4), bytes[1])
+    assert.equal(bytes[1] / 4, bytes[4])
   end)
 
   it("takes maps of q and k", function()
@@ -260,7 +317,7 @@ describe("nsa by tokens", function()
     local k = kv.zeros(cpu, "f32", { 1, rig.SHAPE.kv_heads, rig.SHAPE.head_dim })
     its.batch:append({ its.cache:sequence() }, { 1 })
     its.attention:begin(its.batch, false)
-    support.raises("layer 1 reads the tokens of layer 0, which selected none",
+    support.raises("layer 1 reads what layer 0 selects, which selected nothing in this",
       its.attention.forward, its.attention, 1, q, k, k)
     its.attention:forward(0, q, k, k)
     its.attention:forward(1, q, k, k)
@@ -274,9 +331,10 @@ describe("nsa by tokens", function()
       "nsa", { granularity = "both" })
     support.raises("both index_topk and ratio are given", kv.policy, "nsa",
       { ratio = 0.1, index_topk = 64 })
-    support.raises('index_layers is 2 with granularity = "block", expected 1', decode,
-      cpu, { granularity = "block", ratio = 0.3, index_layers = 2 })
     support.raises("index_layers is 0, expected", kv.policy, "nsa", { index_layers = 0 })
+    support.raises("index_pool is 0, expected", kv.policy, "nsa", { index_pool = 0 })
+    support.raises("pool is 3, expected a divisor of block_size = 16", decode, cpu,
+      { ratio = 0.3, index_pool = 3 })
     support.raises("expected index_weights with k, q and heads", decode, cpu,
       { ratio = 0.3, index = "given" })
   end)

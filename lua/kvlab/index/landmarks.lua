@@ -16,6 +16,11 @@
 --            q . k on average
 --   given    linear maps of all of k and of all of q, and of q to the heads' weights
 --
+-- With pool = n, only the means of the keys of n neighbouring tokens are scored. Each
+-- selected group stands for its tokens. The mean of a group that is not full is that of
+-- the tokens that are there. Where tokens are selected, each query reads the group that
+-- its own token lies in, so the mean of no group that a query chooses knows later tokens.
+--
 -- Source  the lightning indexer of DeepSeek-V3.2; Johnson and Lindenstrauss 1984 (random)
 local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
@@ -32,7 +37,10 @@ local NOWHERE = -2 ^ 30 -- stays negative however many rows come before
 local DIM_MAX, HEADS_MAX = 128, 64 -- of an index-K cache, and of an indexer's queries
 
 ---@class kvlab.Landmarks
----@field cache kvlab.IndexCache
+---@field cache kvlab.IndexCache  what is scored: keys of tokens, or their means
+---@field of_tokens kvlab.IndexCache|nil  the model's keys of tokens, beside their means
+---@field pool integer    tokens of a group
+---@field group integer   groups of a block
 ---@field heads integer   of the indexer
 local Landmarks = {}
 Landmarks.__index = Landmarks
@@ -169,6 +177,9 @@ function kinds.model(self, o)
     refuse("index is model, but the model has no indexer, expected key, random or given")
   elseif dim_for(index.dim) ~= index.dim then
     refuse("the model's indexer has dim %d, expected 32, 64 or 128", index.dim)
+  elseif self.shape.block_size % 4 ~= 0 then -- copies are of 16 bytes
+    refuse("block_size is %d, expected a multiple of 4 where the index is the model's",
+      self.shape.block_size)
   end
   self.is_model, o.rotate, o.scale = true, true, "ue8m0"
   return index.dim, index.heads
@@ -180,7 +191,7 @@ local OPTIONS = {
   index = options.required(options.one_of("key", "random", "given", "model")),
   dim = options.count,
   rotate = options.boolean, bits = options.one_of(2, 4, 8), scale = options.string,
-  weights = options.table, seed = options.any_whole,
+  weights = options.table, seed = options.any_whole, pool = options.count,
 }
 
 --- Landmarks for the KV cache of the shape that a policy gets.
@@ -189,38 +200,79 @@ local OPTIONS = {
 --                     what the model was trained with; dim (128) of random; rotate
 --                     (false): rotates by Hadamard's matrix before quantising; bits (8;
 --                     4, 2) of keys; scale ("f32"; "ue8m0") of keys and queries, see
---                     index_cache; weights of given; seed (0) of random
+--                     index_cache; weights of given; seed (0) of random; pool (1):
+--                     neighbouring tokens whose mean is scored, a divisor of block_size
 ---@return kvlab.Landmarks
 function M.landmarks(shape, o)
   options.check("landmarks", o, OPTIONS)
-  local self = setmetatable({ shape = shape }, Landmarks)
+  local pool = o.pool or 1
+  local self = setmetatable({ shape = shape, pool = pool,
+    group = shape.block_size / pool }, Landmarks)
+  if self.group % 1 ~= 0 then
+    refuse("pool is %d, expected a divisor of block_size = %d", pool, shape.block_size)
+  end
   local dim
   local kind = { dim = o.dim or DIM_MAX, seed = o.seed or 0, weights = o.weights,
                  rotate = o.rotate, scale = o.scale }
   dim, self.heads = kinds[o.index](self, kind)
-  self.cache = index_cache.index_cache { blocks = shape.blocks,
-    layers = shape.memory_layers or shape.layers, block_size = shape.block_size,
-    dim = dim, rotate = kind.rotate, bits = o.bits, scale = kind.scale,
-    device = shape.device }
-  if self.is_model then shape.followers[self.cache] = true end
+  local function new_cache(entries, rotate)
+    return index_cache.index_cache { blocks = shape.blocks,
+      layers = shape.memory_layers or shape.layers, block_size = entries, dim = dim,
+      rotate = rotate, bits = o.bits, scale = kind.scale, device = shape.device }
+  end
+  local has_both = self.is_model and pool > 1
+  self.of_tokens = has_both and new_cache(shape.block_size, kind.rotate) or nil
+  self.cache = new_cache(self.group, kind.rotate and not has_both)
+  if self.is_model then shape.followers[self.of_tokens or self.cache] = true end
   return self
 end
 
 --- Which memory of the cache is a layer's.
 local function memory_of(self, layer) return layer % self.cache.layers end
 
+--- The places of the first `entries` [n, 1] of the `each` entries of some blocks, and -1
+-- for the others: i64 [n * each].
+local function places_of(blocks, entries, each)
+  local n, entry = blocks:size(0), tensor.arange(blocks.device, "i32", each)
+  local places = (blocks * each):reshape { n, 1 } + entry
+  return entry:lt(entries):where(places, -1):cast("i64"):reshape { n * each }
+end
+
+--- Writes the means of the groups of some blocks, whose tokens have these keys, f32 [n *
+-- block_size, dim].
+local function append_means(self, ev, keys)
+  local n, dim, size, pool = ev.blocks:size(0), keys:size(1), self.shape.block_size,
+    self.pool
+  local dev, valid = keys.device, ev.num_tokens:reshape { n, 1 }
+  local token = tensor.arange(dev, "i32", size):reshape { 1, size, 1 }
+    + tensor.zeros(dev, "i32", { 1, 1, dim })
+  local sums = token:lt(valid:reshape { n, 1, 1 })
+    :where(keys:reshape { n, size, dim }, 0)
+    :reshape { n * self.group, pool, dim }:sum(1)
+  local counts = (valid - tensor.arange(dev, "i32", self.group, 0, pool)):maximum(1)
+    :minimum(pool):cast "f32":reshape { n * self.group, 1 }
+  self.cache:append(memory_of(self, ev.layer), sums / counts,
+    places_of(ev.blocks, (valid + (pool - 1)) / pool, self.group))
+end
+
 local function update(self, ev)
   local s, dev, n = self.shape, self.shape.device, ev.blocks:size(0)
   local size, heads = s.block_size, s.kv_heads
-  local token = tensor.arange(dev, "i32", size)
   local k = tensor.tensor(dev, "f32", { n, heads, size, s.head_dim })
   ops.read_blocks(ev.k, ev.k_blocks, k, nil, s.format and s.format:of(ev.layer))
-  k = k:transpose(1, 2):reshape { n * size, heads, s.head_dim }
-  local places = (ev.blocks * size):reshape { n, 1 } + token
-  local is = token:lt(ev.num_tokens:reshape { n, 1 })
-  places = is:where(places, tensor.full(dev, "i32", { n, size }, -1))
-  self.cache:append(memory_of(self, ev.layer), self.keys(k, ev.layer),
-    places:reshape { n * size }:cast "i64")
+  local keys = self.keys(k:transpose(1, 2):reshape { n * size, heads, s.head_dim },
+    ev.layer)
+  if self.pool > 1 then return append_means(self, ev, keys) end
+  self.cache:append(memory_of(self, ev.layer), keys,
+    places_of(ev.blocks, ev.num_tokens:reshape { n, 1 }, size))
+end
+
+--- Means of the keys of tokens, as they were quantised.
+local function update_means(self, ev)
+  local n, size = ev.blocks:size(0), self.shape.block_size
+  local k, scales = self.of_tokens:gather(memory_of(self, ev.layer),
+    places_of(ev.blocks, ev.num_tokens:reshape { n, 1 }, size))
+  append_means(self, ev, k:cast "f32" * scales:reshape { n * size, 1 })
 end
 
 --- Writes the keys that the model made of new tokens. Those of copied blocks are copied
@@ -230,7 +282,9 @@ local function update_given(self, ev)
     refuse("blocks of layer %d came without the keys that the model's indexer made of "
       .. "them, expected that all of a prompt is computed", ev.layer)
   end
-  self.cache:append(memory_of(self, ev.layer), ev.index.k, ev.places)
+  local tokens = self.of_tokens or self.cache
+  tokens:append(memory_of(self, ev.layer), ev.index.k, ev.places)
+  if self.of_tokens then tensor.scope(update_means, self, ev) end
 end
 
 --- Makes the keys of the blocks of an offload event, for all of their valid tokens: after
@@ -247,7 +301,7 @@ end
 local function queries(self, ctx, first, count)
   local unit, s = ctx.format:scales(ctx.layer), self.shape
   if self.is_model then
-    return self.cache:queries(narrowed(ctx.index.q, first, count),
+    return (self.of_tokens or self.cache):queries(narrowed(ctx.index.q, first, count),
       narrowed(ctx.index.weights, first, count))
   end
   local query = narrowed(ctx.query, first, count)
@@ -271,13 +325,19 @@ end
 
 -- ---- blocks ---------------------------------------------------------------------------
 
---- Logits of the tokens of some sequences' blocks: f32 [rows, blocks * block_size], -inf
--- past lens[r]. A new tensor.
+--- How many groups so many tokens make.
+local function groups_of(self, lens)
+  return self.pool == 1 and lens or (lens + (self.pool - 1)) / self.pool
+end
+
+--- Logits of the groups of some sequences' blocks: f32 [rows, blocks * group], -inf past
+-- lens[r] tokens. A new tensor.
 local function logits_of(self, ctx, first, count, tables, lens)
   local q8, weights = self:queries(ctx, first, count)
   local logits = tensor.full(self.shape.device, "f32",
-    { count, tables:size(1) * self.shape.block_size }, -math.huge)
-  return self.cache:logits(memory_of(self, ctx.layer), q8, weights, tables, lens, logits)
+    { count, tables:size(1) * self.group }, -math.huge)
+  return self.cache:logits(memory_of(self, ctx.layer), q8, weights, tables,
+    groups_of(self, lens), logits)
 end
 
 --- Counts the landmarks of all of the context's blocks.
@@ -288,7 +348,7 @@ end
 local function score_decode(self, ctx)
   count_read(self, ctx)
   return ctx:shared_by("max", logits_of(self, ctx, 0, ctx.seqs, ctx.tables, ctx.lens)
-    :reshape { ctx.seqs, ctx.width, self.shape.block_size }, 2)
+    :reshape { ctx.seqs, ctx.width, self.group }, 2)
 end
 
 --- The best logit of each block: for a decoded token, or for any token of a prompt's
@@ -304,7 +364,7 @@ function Landmarks:score(ctx)
     local lens = tensor.full(s.device, "i32", { count }, n * s.block_size)
     local tables = ctx.tables:narrow(i, 1):reshape { ctx.width }:narrow(0, n)
     local best = logits_of(self, ctx, first, count, tables:reshape { 1, n }, lens)
-      :max(0):reshape { n, s.block_size }:max(1)
+      :max(0):reshape { n, self.group }:max(1)
     return best + tensor.zeros(s.device, "f32", { s.kv_heads, 1 })
   end)
 end
@@ -320,9 +380,9 @@ local function put_first(logits, n, begin, first)
     tensor.full(logits.device, "f32", { logits:size(0), n }, FIRST))
 end
 
---- Makes an indexer's `edit` that puts the tokens of the first `sink` and the last
--- `recent` blocks before all others.
-local function new_edit(size, sink, recent)
+--- Makes an indexer's `edit` that puts the entries of the first `sink` and the last
+-- `recent` blocks before all others; if has_newest, also the last entry.
+local function new_edit(size, sink, recent, has_newest)
   return function(logits, lens, first)
     local rows, dev = logits:size(0), logits.device
     if sink > 0 then
@@ -332,24 +392,42 @@ local function new_edit(size, sink, recent)
       local block = ((lens - 1) / size):maximum(recent - 1) - (recent - 1)
       put_first(logits, recent * size, (block * size):reshape { rows, 1 }, first)
     end
+    if has_newest then put_first(logits, 1, (lens - 1):reshape { rows, 1 }, first) end
   end
+end
+
+--- The tokens of groups, i32 [rows, n], that each of the rows sees: i32 [rows, n * pool].
+local function tokens_of(self, groups, lens, out)
+  local rows, n, pool = groups:size(0), groups:size(1), self.pool
+  local tokens = (groups:reshape { rows, n, 1 } * pool
+    + tensor.arange(groups.device, "i32", pool)):maximum(-1)
+  return tokens:lt(lens:reshape { rows, 1, 1 }):where(tokens, -1,
+    out and out:reshape { rows, n, pool }):reshape { rows, n * pool }
 end
 
 --- The selected tokens of some rows: i32 [rows, k].
 local function select_rows(self, ctx, want, rows)
-  local it, size = self.indexer, self.shape.block_size
-  if not it or it.topk ~= rows.k then
+  local it, pool = self.indexer, self.pool
+  local topk = rows.k / pool
+  if not it or it.topk ~= topk then
     if it then it:free() end
-    self.indexer = indexer.indexer { topk = rows.k, device = self.shape.device }
+    self.indexer = indexer.indexer { topk = topk, device = self.shape.device }
   end
-  if want.sink + want.recent > 0 then
-    self.edit = self.edit or new_edit(size, want.sink, want.recent)
+  if want.sink + want.recent > 0 or pool > 1 then
+    self.edit = self.edit or new_edit(self.group, want.sink, want.recent, pool > 1)
   end
   local q8, weights = self:queries(ctx, rows.first, rows.count)
-  return self.indexer:select_step { q = q8, weights = weights, tables = rows.tables,
-    cache = self.cache:layer(memory_of(self, ctx.layer)), lens = rows.lens,
-    max_len = rows.max_len,
-    block_size = size, out = rows.out, edit = self.edit }
+  local selected = self.indexer:select_step { q = q8, weights = weights,
+    tables = rows.tables, cache = self.cache:layer(memory_of(self, ctx.layer)),
+    lens = groups_of(self, rows.lens),
+    max_len = rows.max_len and math.ceil(rows.max_len / pool),
+    block_size = self.group, out = pool == 1 and rows.out or nil, edit = self.edit }
+  return pool == 1 and selected or tokens_of(self, selected, rows.lens, rows.out)
+end
+
+--- How many tokens to select of a sequence of this length: whole groups.
+local function amount(self, want, length)
+  return self.pool * math.max(1, math.floor(want.k(length) / self.pool))
 end
 
 --- Selects for one sequence after the other, where each has its own k.
@@ -357,8 +435,8 @@ local function select_each(self, ctx, want, out)
   local dev, first = self.shape.device, 0
   for i, seq in ipairs(ctx.sequences) do
     local count, length = ctx.batch.counts[i], seq:length()
-    local k = want.k(length)
-    if count > 0 then
+    local k = amount(self, want, length)
+    if count > 0 and not (ctx.asked and not ctx.asked[i]) then
       local tokens = select_rows(self, ctx, want, { k = k, max_len = length,
         first = first, count = count, tables = ctx.tables:narrow(i - 1, 1),
         lens = tensor.arange(dev, "i32", count, length - count + 1) })
@@ -371,10 +449,10 @@ local function select_each(self, ctx, want, out)
 end
 
 --- The most tokens that any sequence of the step wants, and whether all want as many.
-local function widest(ctx, want)
+local function widest(self, ctx, want)
   local most, same = 1, true
   for i, seq in ipairs(ctx.sequences) do
-    local k = want.k(seq:length())
+    local k = amount(self, want, seq:length())
     same = same and (i == 1 or k == most)
     most = math.max(most, k)
   end
@@ -405,7 +483,7 @@ function Landmarks:select(ctx, want)
   if self.want ~= want then -- checked once, not in every step
     self.want = options.check("landmarks.select", want, WANT)
   end
-  local k, same = widest(ctx, want)
+  local k, same = widest(self, ctx, want)
   local rows, out = ctx.query:size(0), self.listed
   count_read(self, ctx)
   if not out or out:size(0) ~= rows or out:size(2) ~= k then
@@ -418,7 +496,7 @@ end
 
 --- Bytes of one block's landmarks, divided among the KV heads that share them.
 function Landmarks:bytes_block()
-  return self.shape.block_size * self.cache:bytes_token() / self.shape.kv_heads
+  return self.group * self.cache:bytes_token() / self.shape.kv_heads
 end
 
 M.landmarks = arguments.of("landmarks", M.landmarks, { shape = objects.heads_shape })

@@ -21,7 +21,7 @@ local M = {}
 M.NAMES = { "summary", "score", "select", "attend", "other" }
 
 local OF_POLICY = { on_decode_offload = "summary", score = "score",
-                    select_blocks = "select" }
+                    select_blocks = "select", select_tokens = "select" }
 local OF_CONTEXT = { select = "select", select_nearest = "select" }
 local OF_ATTENTION = { over = "attend", over_tokens = "attend", attend_slots = "attend" }
 

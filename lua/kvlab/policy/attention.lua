@@ -23,6 +23,7 @@ local kernel_hook = require "kvlab.kernel.run.hook"
 local context = require "kvlab.policy.context"
 local draft_steps = require "kvlab.policy.draft_steps"
 local evictor = require "kvlab.policy.evictor"
+local kept_selections = require "kvlab.policy.kept"
 local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
 local objects = require "kvlab.memory.objects"
@@ -215,7 +216,7 @@ function M.attention(o)
     value_dim = cache.value_dim,
     cut_heads = cache.cut_heads, memory_layers = cache.layers / cache.cut_layers,
     token_tallies = {}, followers = cache.followers,
-    index = o.index,
+    index = o.index, windows = self.windows,
     dtype = cache.dtype, format = cache.format, journal = cache.journal,
     scale = o.scale or 1 / math.sqrt(cache.head_dim),
     max_blocks = math.min(o.max_blocks or cache.blocks, cache.blocks),
@@ -224,6 +225,7 @@ function M.attention(o)
   each_policy(self, function(p)
     self.shape.keepers = p == self.draft_policy and self.drafters or self.keepers
     policy.attach(p, self.shape)
+    kept_selections.attach(p, self.shape)
     policy.add_with_nested(p, self.shape.keepers)
     self.emitting[#self.emitting + 1] = p.hook
     self.reads_index = self.reads_index or p.reads_index
@@ -275,6 +277,7 @@ local function check_step(self, batch, is_prefill)
     or (self.windows or (ctx.window or 0) > 0) and "a window"
     or hook and next(hook.emits) and not self.cache.device:is_cpu()
       and "what a policy emits, on a GPU,"
+    or self.decode_policy.reuse_steps > 1 and "a policy with reuse_steps"
   if lacks then options.fail("begin: the batch has a draft tree, which " .. lacks
     .. " does not go with") end
 end
@@ -538,7 +541,9 @@ function Attention:forward(layer, q, k, v, out, index)
   ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, cuts or ctx.batch,
     self.inv_freqs and self.inv_freqs[layer])
   if self.reads_index then take_index(self, ctx, layer, index, cuts or ctx.batch) end
-  if self.reuse_role ~= "again" then -- which asks no policy; the check calls the hook
+  -- A step that reads a draft's selection again asks no policy, and the step that
+  -- verifies the draft calls the hook. But if some sequences go on alone, they select.
+  if self.reuse_role ~= "again" or ctx.seqs > 1 then
     call_hook(self, ctx.is_prefill and "on_prefill_offload" or "on_decode_offload", ev,
       true)
   end
@@ -560,7 +565,7 @@ function Attention:forward(layer, q, k, v, out, index)
   for i = 1, #self.emitting do self.emitting[i]:forget() end
   local selection, counts, tokens
   out, selection, counts, tokens = compute(p, self, ctx, out)
-  if ctx.reads and p.own_bytes and compute ~= attend_window then
+  if ctx.reads and p.own_bytes and not p.kept and compute ~= attend_window then
     ctx.reads:own(p, ctx)
   end
   if self.probe and not ctx.is_draft then

@@ -57,6 +57,10 @@ local M = {}
 ---@field has_checked table        phases in which a step's scores have been checked
 ---@field reads kvlab.Reads|nil    counts what a decode step reads while it is observed
 ---@field index table|nil          what the model's indexer made, see Attention:forward
+---@field variant string|nil       which launches a policy makes in this step, where they
+--                                 are not always the same: graphs are kept apart by it
+---@field asked boolean[]|nil      which rows select now; nil: all. The others have the
+--                                 length 0 in lens
 local Context = {}
 Context.__index = Context
 
@@ -201,6 +205,7 @@ end
 function Context:begin(batch, is_prefill, starts)
   local ev = self.event
   self.step = self.step + 1
+  self.variant, self.asked = nil, nil
   self.is_prefill, self.sequences, self.batch = is_prefill, batch.seqs, batch
   self.tables, self.lens, self.starts = batch.tables, batch.lens, starts
   self.tree, self.opens = batch.tree, batch.opens

@@ -70,6 +70,10 @@
 --                                          counts, or nil for every block. Default:
 --                                          sink, recent and the best scores within the
 --                                          budget
+--     select_tokens(self, ctx)             where by_token is set, in place of
+--                                          select_blocks: the tokens that each row of
+--                                          ctx.query reads, see Attention:over_tokens
+--     by_token = true                      it selects tokens. A function gets the options
 --     predict(self, ctx)                   a guess of the selection that a coming decode
 --                                          step will make, or nil. Where blocks come
 --                                          through a hot cache, it is called after each
@@ -141,9 +145,11 @@
 -- Options of every policy: the budget, given as one of ratio (share of a sequence's
 -- blocks), tokens or blocks, each a number, a list by layer or a tensor [layers,
 -- kv_heads] (policy/budget.lua); split, which divides it (policy/split.lua);
--- min_blocks; and sink and recent (blocks that are always selected; they count towards
--- the budget). If the defaults have a seed, its value is that of --seed, or of the row
--- that an experiment computes, unless the caller of kv.policy gives one.
+-- min_blocks; sink and recent (blocks that are always selected; they count towards the
+-- budget); and reuse_layers and reuse_steps: it selects in every so many layers and
+-- decode steps, and those between read its selection again (policy/kept.lua). If the
+-- defaults have a seed, its value is that of --seed, or of the row that an experiment
+-- computes, unless the caller of kv.policy gives one.
 local arguments = require "kvlab.arguments"
 local budgets = require "kvlab.policy.budget"
 local command_line = require "kvlab.command_line"
@@ -177,13 +183,14 @@ function M.one_of(...) return options.one_of(...) end
 function M.within(low, high) return options.within(low, high) end
 
 local BUDGETS = budgets.AMOUNTS
-local COMMON = { min_blocks = 0, sink = 0, recent = 0 }
+local COMMON = { min_blocks = 0, sink = 0, recent = 0, reuse_layers = 1, reuse_steps = 1 }
 local AN_EXPRESSION = { "an expression", expression.is_expression }
 local FIELDS = {
   name = options.required(options.string), prefill = options.boolean,
   decode = options.boolean, defaults = options.table, takes = options.table,
   aliases = options.table, eager = options.boolean,
   watches_prompt = options.either(options.boolean, options.fn),
+  by_token = options.either(options.boolean, options.fn),
   takes_less = options.boolean, prompt_only = options.boolean,
   own_bytes = options.either(options.not_negative, options.fn),
   summary = { "a table or a function", function(x)
@@ -202,7 +209,7 @@ for _, name in ipairs {
   "init", "on_prefill_offload", "on_decode_offload", "select_blocks",
   "compute_decode", "compute_prefill", "attention_begin", "attention_finished",
   "request_begin", "request_finished", "reset", "step_begin", "inherit",
-  "predict", "keep_block", "recall_block", "take_back", "evict",
+  "predict", "keep_block", "recall_block", "take_back", "evict", "select_tokens",
 } do
   FIELDS[name] = options.fn
 end
@@ -217,6 +224,10 @@ function Policy.select_blocks(self, ctx)
   return ctx:select(self:score(ctx), self.budget)
 end
 function Policy.compute_decode(self, attention, ctx, out)
+  if self.by_token then
+    local listed = self:select_tokens(ctx)
+    return attention:over_tokens(listed, ctx, out), nil, nil, listed
+  end
   local selection, counts = self:select_blocks(ctx)
   return attention:over(selection, ctx, out), selection, counts
 end
@@ -233,7 +244,7 @@ local function known_options(def)
   local known = {}
   for key, value in pairs(def.defaults) do known[key] = OF_TYPE[type(value)] end
   for key, kind in pairs(BUDGETS) do known[key] = kind end
-  for key in pairs(COMMON) do known[key] = M.whole end
+  for key, least in pairs(COMMON) do known[key] = least == 1 and M.count or M.whole end
   if def.evict and not def.prompt_only then known.keep_decoded = options.boolean end
   known.split = splits.KIND
   for key, kind in pairs(def.takes) do
@@ -324,7 +335,7 @@ end
 
 -- The functions that run in a decode step and may read tensors that kvlab does not know.
 local IN_STEPS = { "predict", "attention_finished", "attention_begin", "step_begin",
-                   "evict", "compute_decode", "select_blocks", "score" }
+                   "evict", "compute_decode", "select_blocks", "select_tokens", "score" }
 
 --- Says why it is not known how many bytes a policy reads in a decode step: it has
 -- functions, and does not say what they read (own_bytes). nil: it is known.
@@ -390,8 +401,13 @@ local function check_definition(def)
   if not (def.prefill or def.decode) then
     error(what .. " declares neither prefill nor decode", 3)
   end
-  if not (def.score or def.select_blocks or def.compute_decode or def.evict) then
-    error(what .. " has none of score, select_blocks, compute_decode and evict", 3)
+  if not (def.score or def.select_blocks or def.select_tokens or def.compute_decode
+    or def.evict) then
+    error(what .. " has none of score, select_blocks, select_tokens, compute_decode and "
+      .. "evict", 3)
+  end
+  if def.by_token and not def.select_tokens then
+    error(what .. " has by_token, expected select_tokens beside it", 3)
   end
   if def.prompt_only and not def.evict then
     error(what .. " has prompt_only, expected evict beside it", 3)
@@ -494,14 +510,33 @@ function M.again(self)
   return made.make(made.given)
 end
 
+--- What a policy's attention is more than that over what it selects; nil if nothing.
+local function beside_list(self)
+  return (self.compute_decode ~= Policy.compute_decode
+    or self.compute_prefill ~= Policy.compute_prefill) and "a dataflow of its own"
+    or self.expressions.attention and "a bias, a mask, a log_weight or emit" or nil
+end
+
 --- Why a policy's attention in decode is more than that over the blocks that it selects;
 -- nil if it is not.
 ---@param self kvlab.Policy
 ---@return string|nil
 function M.beside_selection(self)
   options.argument("beside_selection", "self", self, objects.policy)
-  return self.compute_decode ~= Policy.compute_decode and "a dataflow of its own"
-    or self.expressions.attention and "a bias, a mask, a log_weight or emit" or nil
+  return beside_list(self) or self.by_token and "lists of tokens" or nil
+end
+
+--- Raises for a policy whose selections are to be read again, but cannot be.
+local function check_reuse(self)
+  for _, name in ipairs { "reuse_layers", "reuse_steps" } do
+    local more = self[name] > 1 and (beside_list(self)
+      or self.evict and "evict, after which tokens have other numbers"
+      or name == "reuse_steps" and not self.decode and "no decode = true")
+    if more then
+      options.fail(("policy %s: %s is %d, expected 1: the policy has %s"):format(
+        self.name, name, self[name], more))
+    end
+  end
 end
 
 --- Makes a policy from its definition, whose fields are listed at the head of this file.
@@ -539,10 +574,11 @@ function M.define(def)
       self.expressions = setmetatable({ fields = fields },
         { __index = class.expressions })
     end
-    if type(def.watches_prompt) == "function" then
-      self.watches_prompt = def.watches_prompt(self)
+    for _, name in ipairs { "watches_prompt", "by_token" } do
+      if type(def[name]) == "function" then self[name] = def[name](self) end
     end
-    M.note_use(setmetatable(self, class))
+    check_reuse(setmetatable(self, class))
+    M.note_use(self)
     return self
   end
   return make
@@ -703,13 +739,18 @@ function M.nest(outer, name, given)
   merged.split = outer.split
   for key, value in pairs(given or {}) do merged[key] = value end
   local inner = open(name, merged, 3)
-  if not inner.decode or inner.compute_decode ~= Policy.compute_decode then
-    error(("policy %s: %s does not select in decode, or has a dataflow of its own")
+  if not inner.decode or inner.by_token
+    or inner.compute_decode ~= Policy.compute_decode then
+    error(("policy %s: %s does not select blocks in decode, or has a dataflow of its own")
       :format(outer.name, name), 0)
   end
   if inner.evict then
     error(("policy %s: %s evicts tokens, expected one that selects, or kv.policy.hold")
       :format(outer.name, name), 0)
+  end
+  if inner.reuse_layers > 1 or inner.reuse_steps > 1 then
+    error(("policy %s: %s has reuse_layers or reuse_steps, expected these of %s itself")
+      :format(outer.name, name, outer.name), 0)
   end
   return put_inside(outer, name, inner)
 end

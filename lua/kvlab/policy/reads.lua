@@ -76,10 +76,12 @@ local function blocks_held(ctx, i)
   return ctx.sequences[i]:blocks()
 end
 
---- The blocks that a step's sequences hold, over KV heads.
+--- The blocks that a step's sequences hold, of those that select now, over KV heads.
 local function blocks_of(self, ctx)
-  local blocks = 0
-  for i = 1, #ctx.sequences do blocks = blocks + blocks_held(ctx, i) end
+  local blocks, asked = 0, ctx.asked
+  for i = 1, #ctx.sequences do
+    if not asked or asked[i] then blocks = blocks + blocks_held(ctx, i) end
+  end
   return blocks * self.shape.kv_heads
 end
 

@@ -14,11 +14,13 @@ local M = {}
 local Reuse = {}
 Reuse.__index = Reuse
 
---- Raises for a policy whose attention is more than that over a selection of blocks.
+--- Raises for a policy whose attention is more than that over a selection of blocks, and
+-- for one that reads a selection again by itself.
 ---@param p table
 ---@return table
 function M.expect_policy(p)
   local more = policy.beside_selection(p)
+    or p.reuse_steps > 1 and ("reuse_steps = %d"):format(p.reuse_steps)
   if not more then return p end
   return options.fail(("policy %s has %s, expected a policy that selects blocks where a "
     .. "draft reuses its selection"):format(p.name, more))

@@ -48,13 +48,16 @@ end
 ---@param shape table  as policy.init gets it
 ---@param heads? integer
 ---@param initial? number
----@param per? string  "block", or "token": a number for each token of a block ("block")
+---@param per? string|integer  "block", or "token": a number for each token of a block; or
+--                   how many numbers a head has, however long the sequence is ("block")
 ---@return kvlab.Tally
 function M.tally(shape, heads, initial, per)
   heads = heads or shape.kv_heads
   local each = per == "token" and shape.block_size or 1
+  local own = type(per) == "number" and per or nil
   local self = setmetatable({ shape = shape, heads = heads, initial = initial or 0,
-    by_token = per == "token", each = each, row_cells = heads * shape.max_blocks * each,
+    by_token = per == "token", each = each, own = own,
+    row_cells = heads * (own or shape.max_blocks * each),
     owners = setmetatable({}, { __mode = "v" }),
     ages = {}, is_due = {}, is_soon = {}, due_count = 0, soon_count = 0,
     views_of = {}, unnoted = {}, admitted = {}, journal = shape.journal,
@@ -291,7 +294,8 @@ end
 
 --- What a step of this shape needs. A graph of such a step may read it.
 local function make_views(self, ctx)
-  local dev, heads, n = self.shape.device, ctx.seqs * self.heads, ctx.width * self.each
+  local dev, heads = self.shape.device, ctx.seqs * self.heads
+  local n = self.own or ctx.width * self.each
   local v = { heads = heads, firsts = tensor.tensor(dev, "i32", { heads, 1 }),
     columns = tensor.arange(dev, "i32", n),
     places = tensor.tensor(dev, "i32", { heads, n }),
@@ -315,7 +319,7 @@ end
 
 --- Finds the cells of this step's sequences. Call it once a step, in step_begin.
 function Tally:begin(ctx)
-  local heads, width = self.heads, self.shape.max_blocks * self.each
+  local heads, width = self.heads, self.row_cells / self.heads
   local views = self.views_of[ctx.shape_number]
   if not views then
     views = tensor.lasting(make_views, self, ctx)
@@ -352,7 +356,11 @@ function M.is_by_token(x) return getmetatable(x) == Tally and x.by_token end
 -- cells], and where each row begins in it, i32 [seqs * heads, 1].
 function Tally:memory_of(ctx)
   local numbers = layer_of(self, ctx)
-  if ctx.reads then ctx.reads:each_block(ctx, self:bytes_block()) end
+  if ctx.reads and self.own then
+    ctx.reads:add(4 * tonumber(self.views.values.count))
+  elseif ctx.reads then
+    ctx.reads:each_block(ctx, self:bytes_block())
+  end
   return numbers, self.views.firsts
 end
 
@@ -379,9 +387,10 @@ function Tally:load(ctx) return read(self, ctx, (self:memory_of(ctx))) end
 -- copy of it for each of them.
 
 --- The views of the rows that steps of several tokens need in addition to make_views.
-local function add_row_views(self, ctx, v)
-  local cells_row = self.heads * ctx.width * self.each
+local function add_row_views(ctx, v)
+  local cells_row = v.values.count / ctx.seqs
   v.row_places = rows_of(v.places, ctx.seqs, cells_row)
+  v.chosen = tensor.open_like(v.values)
   v.rows = rows_of(v.values, ctx.seqs, cells_row) -- the last: it says that all is there
 end
 
@@ -390,7 +399,7 @@ end
 -- are the numbers that load read with what this row alone adds to them.
 local function join_rows(self, ctx, entry, is_sum)
   local v, step = self.views, ctx.batch
-  if not v.rows then tensor.lasting(add_row_views, self, ctx, v) end
+  if not v.rows then tensor.lasting(add_row_views, ctx, v) end
   for i = 1, #step.own do
     local first, last = step.first[i], step.first[i] + step.own[i] - 1
     for row = first + 1, is_sum and last or first do
@@ -500,20 +509,42 @@ local function mix(self, ctx, is_chosen, count, make, owner)
   return self.values
 end
 
---- Keeps the values of make(owner, ctx), f32 [seqs, heads, width], for the sequences that
--- are due. Returns the kept values of all sequences.
-function Tally:renew(ctx, make, owner)
-  mix(self, ctx, self.is_due, self.due_count, make, owner)
-  if self.due_count == 0 then return self.values end
+--- Keeps self.values, which are those after each row. Returns them.
+local function keep_values(self, ctx)
   if not ctx.is_rows then
     self:store(ctx)
     return self.values
   end
-  local numbers, chosen = layer_of(self, ctx), ctx:new_scores(self.heads)
-  chosen:copy_(self.values)
-  join_rows(self, ctx, keep_stored(self, ctx), false)
-  numbers:scatter_(self.views.places_flat, self.views.flat)
-  return chosen -- in self.values every row has its sequence's last
+  local numbers, entry = layer_of(self, ctx), keep_stored(self, ctx)
+  local v = self.views
+  if not v.rows then tensor.lasting(add_row_views, ctx, v) end
+  v.chosen:copy_(v.values)
+  join_rows(self, ctx, entry, false)
+  numbers:scatter_(v.places_flat, v.flat)
+  return v.chosen -- in v.values every row has its sequence's last
+end
+
+--- Keeps the values of make(owner, ctx), f32 [seqs, heads, width], for the sequences that
+-- are due. Returns the kept values of all sequences.
+function Tally:renew(ctx, make, owner)
+  mix(self, ctx, self.is_due, self.due_count, make, owner)
+  return self.due_count == 0 and self.values or keep_values(self, ctx)
+end
+
+local function choose(self, made, from)
+  local rows, cells_row = tonumber(from.count), tonumber(made.count / from.count)
+  tensor.cat({ made, self.values }, 0):reshape { 2 * rows, cells_row }
+    :gather_rows(from, self.values:reshape { rows, cells_row })
+end
+
+--- The same where the device knows which values are new: row i keeps those of row from[i]
+-- of `made`, or, for seqs + j, what row j has kept so far. A graph can record it.
+---@param made kvlab.Tensor  f32 [seqs, heads, width]
+---@param from kvlab.Tensor  i32 [seqs]
+function Tally:choose(ctx, made, from)
+  self:load(ctx)
+  tensor.scope(choose, self, made, from)
+  return keep_values(self, ctx)
 end
 
 --- The values that would be kept if the sequences that are due soon were due now; at the
@@ -573,7 +604,8 @@ end
 
 M.tally = arguments.of("tally", M.tally, { shape = objects.sequence_shape,
   heads = options.optional(options.count), initial = options.optional(options.number),
-  per = options.optional(options.one_of("block", "token")) })
+  per = options.optional(options.either(options.one_of("block", "token"),
+    options.count)) })
 
 local STEP = { ctx = objects.context, make = options.callable }
 arguments.methods(Tally, "a tally", {
@@ -585,6 +617,7 @@ arguments.methods(Tally, "a tally", {
   due = { ctx = objects.context, period = options.count,
           ahead = options.optional(options.whole) },
   renew = STEP, foresee = STEP,
+  choose = { ctx = objects.context, made = kinds.tensor, from = kinds.tensor },
   put = { seq = objects.sequence, layer = options.whole, values = kinds.tensor },
   keep = { seq = objects.sequence, layer = options.whole, kept = kinds.tensor },
 })

@@ -216,8 +216,8 @@ describe("policy aliases", function()
 
   it("are named by errors", function()
     raises("did you mean sparse_ratio?; the options are blocks, kind, min_blocks, "
-      .. "period, ratio, recent, refresh, sink, sparse_ratio, split, tokens, window",
-      seeds, { sparse_ration = 0.1 })
+      .. "period, ratio, recent, refresh, reuse_layers, reuse_steps, sink, "
+      .. "sparse_ratio, split, tokens, window", seeds, { sparse_ration = 0.1 })
   end)
 
   it("name an option that is there, by a name that is not", function()
@@ -290,8 +290,10 @@ describe("policy definition", function()
     raises('decode is "yes", expected true or false', define,
       { name = "x", score = score, decode = "yes" })
     raises("neither prefill nor decode", define, { name = "x", score = score })
-    raises("none of score, select_blocks, compute_decode and evict", define,
-      { name = "x", decode = true })
+    raises("none of score, select_blocks, select_tokens, compute_decode and evict",
+      define, { name = "x", decode = true })
+    raises("has by_token, expected select_tokens beside it", define,
+      { name = "x", decode = true, score = score, by_token = true })
   end)
 
   it("makes policies that attach once", function()

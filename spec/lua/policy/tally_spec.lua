@@ -43,6 +43,20 @@ local function check(dev)
     support.equal(tally:load(ctx), { 112, 112, 116, 115 })
   end)
 
+  it("has as many numbers of a sequence as it is told, whatever its width", function()
+    local tally = kv.tally(shape, 2, 7, 3)
+    local a, b = sequence(), sequence()
+    tally:put(a, 1, row(10, 2))
+    local ctx = step(tally, { b, a }, 60)
+    support.equal(tally:load(ctx), { 7, 7, 7, 7, 7, 7, 11, 12, 7, 13, 14, 7 })
+    -- b gets the second row of what is made, a keeps its own
+    local made = kv.arange(dev, "f32", 12):reshape { 2, 2, 3 }
+    local chosen = tally:choose(ctx, made, kv.from(dev, "i32", { 1, 3 }))
+    support.equal(chosen, { 6, 7, 8, 9, 10, 11, 11, 12, 7, 13, 14, 7 })
+    support.equal(tally:load(step(tally, { b }, 1)), { 6, 7, 8, 9, 10, 11 })
+    support.raises("per is 0, expected", kv.tally, shape, 2, 7, 0)
+  end)
+
   it("stores the values that it is given, and counts without a load", function()
     local tally = kv.tally(shape, nil, 7)
     local a, b = sequence(), sequence()
