@@ -19,10 +19,10 @@ local function append(to, list)
   for _, x in ipairs(list) do to[#to + 1] = x end
 end
 
---- The bytes of a row, by the definition. First the value in f8e4m3, each number times
--- 1 / scale. Then its scales in f32, the largest magnitude of each 128 numbers / 448, in a
--- multiple of 16 bytes, of which those without a scale stay as they were (`keep`). Then
--- the other numbers in bf16.
+--- The bytes of a row, by the definition: the value in f8e4m3, where each number is times
+-- 1 / scale; its scales in f32, the largest magnitude of 128 numbers / 448; the other
+-- numbers in bf16. The scales have a multiple of 16 bytes, of which the rest stay as they
+-- were (`keep`).
 local function packed(row, value_dim, keep)
   local numbers, scales, rest = {}, {}, {}
   for first = 1, value_dim, GROUP do
