@@ -32,8 +32,8 @@
 -- hot (KV in host memory, read through a ring or a hot cache); all of them give the same
 -- accuracies. tables: of the cache where a policy evicts, by layer or by head. held_share
 -- and moved_share are what is held and moved (docs/experiments.md); --over=held_share
--- shows one of them in the place of bytes_share. format: f32, f16, bf16, f8e4m3 or int8
--- is what K and V are kept in.
+-- shows one of them in the place of bytes_share. format: what K and V are kept in (f32,
+-- f16, bf16, f8e4m3 or int8; latents f8_latent, too).
 --
 -- model: recall, or recall_latent, whose attention is over latents (MLA) and has an
 -- indexer that was trained with it (DSA). Policies that read values or evict are refused
