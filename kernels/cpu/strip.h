@@ -58,13 +58,13 @@ static inline KVL_HOT vf vf_from_8_bits(const char *p, const int codec) {
 static inline KVL_HOT vf vf_load_numbers(const struct kvl_strips *of, const char *row,
                                          const char *scales, int d, int lanes,
                                          const int codec) {
-  if (d >= scaled_numbers(of, codec))
+  if (codec == KVL_CODEC_F8_LATENT && d >= of->packed)
     return vf_load_n(row + kvl__rest_in_row(of, d), lanes, KVL_DTYPE_BF16);
   return vf_from_8_bits(row + d, codec) * vf_set(scale_of(of, row, scales, d, codec));
 }
 static inline KVL_HOT float f32_load_number(const struct kvl_strips *of, const char *row,
                                             const char *scales, int d, const int codec) {
-  if (d >= scaled_numbers(of, codec))
+  if (codec == KVL_CODEC_F8_LATENT && d >= of->packed)
     return f32_load(row + kvl__rest_in_row(of, d), 0, KVL_DTYPE_BF16);
   const float x = codec == KVL_CODEC_INT8 ? (float)((const int8_t *)row)[d]
                                           : f32_load(row, d, KVL_DTYPE_F8E4M3);
