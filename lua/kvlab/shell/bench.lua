@@ -16,7 +16,7 @@
 local json = require "kvlab.json"
 local kv = require "kvlab"
 local library = require "kvlab.library"
-local nearest = require("kvlab.words").nearest
+local hint = require("kvlab.words").hint
 local median = require("kvlab.experiment.statistics").median
 local sorted = require "kvlab.sorted"
 
@@ -298,9 +298,12 @@ local function check_ids(self, ids)
   end
   for id in pairs(ids) do
     if not known[id] then
-      local names = sorted.keys(known)
-      error(("no bench \"%s\"; the nearest is \"%s\", there are %s"):format(id,
-        nearest(id, names), table.concat(names, ", ")), 0)
+      local names, words = sorted.keys(known), sorted.keys(known)
+      for _, file in ipairs(host.lines(('ls "%s/bench"'):format(library.paths.root))) do
+        words[#words + 1] = file:match "^([%w_]+)%.lua$"
+      end
+      error(("no bench \"%s\"%s; there are %s, and files of bench/"):format(id,
+        hint(id, words, " (did you mean %s?)"), table.concat(names, ", ")), 0)
     elseif not here[id] and not limits[id] then
       error(("bench %s is not for the %s; --device=NAME selects another device")
         :format(id, self.kind), 0)

@@ -246,10 +246,13 @@ describe("bench #release", function()
     end)
   end)
 
-  it("refuses an id that is not there and names the nearest", function()
+  it("refuses an id that is not there, and names what is near", function()
     with_file(CASES, function(path)
-      S.raises('no bench "X6"; the nearest is "X1", there are F, G1, L, R, T, X1',
-        run, { args = { path, "X6" } })
+      for word, near in pairs { X6 = " (did you mean X1?)", nonsense = "",
+                                clifs = " (did you mean cliffs?)" } do
+        S.raises(('no bench "%s"%s; there are F, G1, L'):format(word, near), run,
+          { args = { path, word } })
+      end
     end)
     S.raises('no bench "P99"', run, { args = { "P99" } })
     S.raises('no bench "P98"', run, { args = { "P1", "P98" } })
