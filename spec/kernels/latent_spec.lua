@@ -144,6 +144,15 @@ for _, block_size in ipairs { 1, 5, 8, 48, 128 } do
       value_dim = 512, dtype = dtype, block_size = block_size }
   end
 end
+for _, dim in ipairs { 512, 520, 568 } do -- fewer numbers behind those of a value
+  for _, group in ipairs { 16, 32, 64 } do
+    for _, q in ipairs { "bf16", "f16" } do
+      large[#large + 1] = { lens = { 700, 65 }, group = group, head_dim = dim,
+        value_dim = 512, dtype = "f8_latent", q = q, block_size = 16,
+        listed = group == 32 and "shared" or nil }
+    end
+  end
+end
 local many = {}
 for i = 1, 300 do many[i] = i * 7 % 90 end
 large[#large + 1] = { lens = many, group = 64, head_dim = 128, value_dim = 64,

@@ -3,7 +3,8 @@
  * tokens and blocks. A key is read once for all heads of a KV head, 64 rows of q at a time.
  *
  * The work is that of wgmma_plan.cuh, and lists of tokens are a source of keys like tables and
- * selections. The first of three warpgroups brings Q and tiles of 64 keys (latent_memory.cuh).
+ * selections. The first of three warpgroups brings Q and tiles of 64 keys (latent_memory.cuh; of
+ * f8_latent latent_convert.cuh, which has a fourth one with few rows).
  * The other two are consumers with the same rows, of which there are two kinds.
  *   many   64 rows: tokens with all heads. One consumer takes the even tiles of a piece of work,
  *          the other the odd ones: S = Q K^T and the softmax, whose weights it tells the other.

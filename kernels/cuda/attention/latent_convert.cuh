@@ -8,7 +8,9 @@
  * the values' arrive where they stay.
  *
  * Budget    a tile has 32768 numbers in 8 bits, which take about 3.5 issue slots for each lane
- *           and number: 900 of the 2200 cycles that products of 64 rows take */
+ *           and number: 900 of the 2200 cycles that products of 64 rows take. Four warps need
+ *           3800, because one warp to a scheduler waits for its own results: they are the limit
+ *           from 64 rows on (notes/20261127-latents.md) */
 #ifndef KVL_CUDA_LATENT_CONVERT_CUH
 #define KVL_CUDA_LATENT_CONVERT_CUH
 

@@ -45,6 +45,16 @@ local function both(name, o)
   return got, want
 end
 
+--- Compares the results of every step of every sequence.
+local function all_close(got, want, far, rel, what)
+  for s, steps in pairs(want) do
+    for n, out in ipairs(steps) do
+      support.close(got[s][n], out, far, rel,
+        ("%s: sequence %s, step %d"):format(what or "out", s, n))
+    end
+  end
+end
+
 describe("a cache of latents", function()
   local tried = {}
   for _, name in ipairs(kv.policy.names("decode", { "full", "oracle", "mass_oracle" })) do
@@ -117,12 +127,7 @@ describe("a cache of latents", function()
       if name ~= "full" then assert.same(want, play { hot_slots = 40 }) end
       for _, offload in ipairs { { slots = 2, slot_blocks = 1 }, { hot_slots = 200 },
                                  { hot_slots = 200, hot_overlap = true } } do
-        local got = play(offload)
-        for s, steps in pairs(want) do
-          for n, out in ipairs(steps) do
-            support.close(got[s][n], out, 3e-6, 3e-6)
-          end
-        end
+        all_close(play(offload), want, 3e-6, 3e-6)
       end
     end
   end)
@@ -137,12 +142,7 @@ describe("a cache of latents", function()
       local caches = { { slots = 2, slot_blocks = 1 }, { hot_slots = 200 } }
       if name == "tokens" then caches = { { hot_tokens = 200 } } end
       for _, offload in ipairs(caches) do
-        local got = play(offload)
-        for s, steps in pairs(want) do
-          for n, out in ipairs(steps) do
-            support.close(got[s][n], out, 3e-6, 3e-6)
-          end
-        end
+        all_close(play(offload), want, 3e-6, 3e-6)
       end
     end
   end)
@@ -153,11 +153,7 @@ describe("a cache of latents", function()
       outs[i] = rig.play(cpu, { value_dim = VALUE_DIM, policy = policy_of "full",
                                 format = format }, SCRIPT)
     end
-    for s, steps in pairs(outs[1]) do
-      for n, want in ipairs(steps) do
-        support.close(outs[2][s][n], want, 0.1, 0.05)
-      end
-    end
+    all_close(outs[2], outs[1], 0.1, 0.05)
   end)
 
   it("has half the bytes, and a layout of its own in a store", function()
@@ -206,12 +202,8 @@ describe("a cache of latents", function()
             dtype = format == "bf16" and "bf16" or "f32", policy = policy_of(name) },
             SCRIPT)
         end
-        for s, steps in pairs(outs[1]) do
-          for n, want in ipairs(steps) do
-            support.close(outs[2][s][n], want, format == "bf16" and 0.02 or 1e-4, 0,
-              ("%s in %s, sequence %s, step %d"):format(name, format, s, n))
-          end
-        end
+        all_close(outs[2], outs[1], format == "bf16" and 0.02 or 1e-4, 0,
+          ("%s in %s"):format(name, format))
       end
     end
   end)
