@@ -124,7 +124,12 @@ void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
   launch_programmatic(rope_append_kernel<N, From, To>, grid, ROPE_THREADS, 0, q, a, each);
 }
 
-/* The same where numbers are packed. A warp takes a row, or two side by side, and a lane N
+/* How many lanes take a row of packed numbers. */
+__host__ __device__ constexpr int packed_lanes(int head_dim) {
+  return head_dim <= 64 ? 8 : head_dim <= 128 ? 16 : 32;
+}
+
+/* The same where numbers are packed. A warp takes a row, or some side by side, and a lane N
  * neighbours of it, so that eight lanes have a group. Beside them it loads their partners,
  * which are as many neighbours, or single ones if pairs is no multiple of N. */
 template <class From, class To>
@@ -133,7 +138,7 @@ __global__ void __launch_bounds__(ROPE_THREADS)
   constexpr int N = 8;
   __shared__ rope_angles angles;
   const int pairs = (int)a.pairs, head_dim = a.cache.key.dim, kv_heads = a.cache.kv_heads;
-  const int heads = (int)a.heads, lanes = head_dim <= 128 ? WARP / 2 : WARP;
+  const int heads = (int)a.heads, lanes = packed_lanes(head_dim);
   const int dim = (int)threadIdx.x % lanes * N, step = ROPE_THREADS / lanes;
   const int64_t token = blockIdx.x;
   let_next_start();
@@ -157,6 +162,7 @@ __global__ void __launch_bounds__(ROPE_THREADS)
     if (is && !is_v) angles.turn_half(x, from, dim, pairs);
     __syncwarp(); /* q was read */
     if (is && is_q && dim < 2 * pairs) store_pack<N>((From *)from + dim, x);
+    if (__all_sync(ALL_LANES, !is || is_q)) continue;
     const auto kept = pack_numbers<PACKED_GROUP / N>(x);
     if (!is || is_q) continue;
     const kvl_strips &of = is_v ? a.cache.value : a.cache.key;
@@ -167,10 +173,21 @@ __global__ void __launch_bounds__(ROPE_THREADS)
       *scale_in(a.cache, of, to.block, head, to.offset, dim) = kept.scale;
   }
 }
+constexpr int MANY_TOKENS = 512;
+
+/* The q of many tokens turn in a launch of their own: in this kernel a lane has one half of its
+ * pairs, and loads the other. */
 template <class From, class To>
-void start_packed(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
+void start_packed(kvl_rope_append_args a, const kvl_cuda_queue *q) {
+  if (a.tokens >= MANY_TOKENS) {
+    const kvl_rope_args of_q = {a.q,      a.positions, a.inv_freq,
+                                a.tokens, a.heads,     a.cache.key.dim,
+                                a.pairs,  a.first,     a.dtype};
+    kvl_cuda_rope(&of_q, (void *)q);
+    a.heads = 0;
+  }
   const int rows = (int)a.heads + 2 * a.cache.kv_heads;
-  const int step = ROPE_THREADS / (a.cache.key.dim <= 128 ? WARP / 2 : WARP);
+  const int step = ROPE_THREADS / packed_lanes(a.cache.key.dim);
   const int each = a.tokens < 4 * q->sm_count && rows <= 65535 * step ? step : rows;
   const dim3 grid((unsigned)a.tokens, (unsigned)((rows + each - 1) / each));
   launch_programmatic(rope_append_packed<From, To>, grid, ROPE_THREADS, 0, q, a, each);
@@ -181,6 +198,7 @@ void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
   if constexpr (packs<To>) start_packed<From, To>(a, q);
   else if (a.pairs % WIDE<From> == 0 && a.first % WIDE<From> == 0)
     start<WIDE<From>, From, To>(a, q);
+  else if (a.pairs % 4 == 0 && a.first % 4 == 0) start<4, From, To>(a, q);
   else start<1, From, To>(a, q);
 }
 

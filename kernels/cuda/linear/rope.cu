@@ -77,8 +77,11 @@ KVL_CUDA_KERNEL(rope) {
   if (g->tokens == 0 || g->heads == 0 || g->pairs == 0) return KVL_OK;
   KVL_CUDA_BY_FLOAT(g->dtype, T, {
     constexpr int n = WIDE<T>;
-    if (aligned16(g->x) && g->pairs % n == 0 && g->head_dim % n == 0 && g->first % n == 0)
-      return start<n, T>(g, q);
+    auto takes = [&](int n) {
+      return g->pairs % n == 0 && g->head_dim % n == 0 && g->first % n == 0;
+    };
+    if (aligned16(g->x) && takes(n)) return start<n, T>(g, q);
+    if (aligned16(g->x) && takes(4)) return start<4, T>(g, q);
     return start<1, T>(g, q);
   })
   return KVL_OK;

@@ -140,37 +140,57 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
     const uint4 *at = (const uint4 *)(ring + stage * shape::TILE_BYTES);
     const uint32_t valid = known[stage] >> row0; /* bits 0 and 8: this lane's rows */
     float joined[2] = {is_max ? -INFINITY : 0.f, is_max ? -INFINITY : 0.f};
+    auto take =
+        [&](const float(&sums)[4],
+            int h0) { /* of eight heads */
+                      float c[4];
+#pragma unroll
+                      for (int i = 0; i < 4; i++) {
+                        const int head = h0 + column + i % 2;
+                        const bool has = valid >> i / 2 * 8 & 1;
+                        c[i] = has ? sums[i] * unscale[head] : -INFINITY;
+                        if (head < group)
+                          joined[i / 2] = is_max ? fmaxf(joined[i / 2], c[i])
+                                                 : joined[i / 2] + c[i];
+                      }
+                      if constexpr (
+                          KIND == SCORE_TILES) { /* lanes of odd rows keep the second head */
+                        const bool odd = row0 & 1;
+                        const float first = fmaxf(c[0], c[2]), second = fmaxf(c[1], c[3]);
+                        float keep = odd ? second : first;
+                        const float give = odd ? first : second;
+                        keep = fmaxf(keep, __shfl_xor_sync(ALL_LANES, give, 4));
+                        keep = fmaxf(keep, __shfl_xor_sync(ALL_LANES, keep, 8));
+                        keep = fmaxf(keep, __shfl_xor_sync(ALL_LANES, keep, 16));
+                        const int head = h0 + column + odd;
+                        if (lane < 8 && head < group)
+                          atomicMax(&best[block_of(tile) * group + head], order_key(keep));
+                      } else if constexpr (KIND == SCORE_MAX_QK) {
+#pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                          const int head = h0 + column + i % 2,
+                                    item = tile * ITEMS + row0 + i / 2 * 8;
+                          if (head < group && item < items)
+                            atomicMax(&best[item / block_size * group + head],
+                                      order_key(c[i]));
+                        }
+                      }
+        };
+    /* Of many heads four times eight read a tile's rows together. */
+    int h0 = 0;
+    constexpr int USED = (1 << ROWS) - 1, TOGETHER = 4;
 #pragma unroll 1
-    for (int h0 = 0; h0 < group; h0 += 8) {
-      float sums[1][4], c[4];
+    for (; h0 + 8 * TOGETHER <= padded; h0 += 8 * TOGETHER) {
+      float sums[TOGETHER][4];
+      score_products<T, D, ROWS, USED, D, TOGETHER>(sums, at, q, h0 + row0, padded, terms);
+#pragma unroll
+      for (int g = 0; g < TOGETHER; g++) take(sums[g], h0 + 8 * g);
+    }
+#pragma unroll 1
+    for (; h0 < group; h0 += 8) {
+      float sums[1][4];
       score_products<T, D, ROWS>(sums, at, q, h0 + row0, padded, terms);
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int head = h0 + column + i % 2;
-        const bool has = valid >> i / 2 * 8 & 1;
-        c[i] = has ? sums[0][i] * unscale[head] : -INFINITY;
-        if (head < group)
-          joined[i / 2] = is_max ? fmaxf(joined[i / 2], c[i]) : joined[i / 2] + c[i];
-      }
-      if constexpr (KIND == SCORE_TILES) { /* lanes of odd rows keep the second head */
-        const bool odd = row0 & 1;
-        const float first = fmaxf(c[0], c[2]), second = fmaxf(c[1], c[3]);
-        float keep = odd ? second : first;
-        const float give = odd ? first : second;
-        keep = fmaxf(keep, __shfl_xor_sync(ALL_LANES, give, 4));
-        keep = fmaxf(keep, __shfl_xor_sync(ALL_LANES, keep, 8));
-        keep = fmaxf(keep, __shfl_xor_sync(ALL_LANES, keep, 16));
-        const int head = h0 + column + odd;
-        if (lane < 8 && head < group)
-          atomicMax(&best[block_of(tile) * group + head], order_key(keep));
-      } else if constexpr (KIND == SCORE_MAX_QK) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int head = h0 + column + i % 2, item = tile * ITEMS + row0 + i / 2 * 8;
-          if (head < group && item < items)
-            atomicMax(&best[item / block_size * group + head], order_key(c[i]));
-        }
-      }
+      take(sums[0], h0);
     }
     if constexpr (!OF_TOKENS) {
 #pragma unroll
@@ -219,7 +239,43 @@ __device__ __forceinline__ uint32_t above_zero(uint32_t x, __half) {
   const __half2 y = __hmax2_nan((const __half2 &)x, __half2());
   return (const uint32_t &)y;
 }
-template <class T, score_kind KIND>
+/* Eight neighbours of q: the T of them, or as many numbers of q's sum of three bf16 terms. */
+template <class T, class Q> struct wide_queries {
+  uint4 all;
+  __device__ __forceinline__ wide_queries(const Q *q, bool inside) : all() {
+    if (inside) all = *(const uint4 *)q;
+  }
+  /* Calls f(term) with what row `r` of a summary is multiplied with: of two rows, the first is
+   * the least and goes with what is negative. */
+  template <int ROWS, class F> __device__ __forceinline__ void each_term(int r, F f) const {
+    auto part = [&](uint32_t x) {
+      if constexpr (ROWS == 1) return x;
+      else return r == 0 ? below_zero(x, T()) : above_zero(x, T());
+    };
+    f(make_uint4(part(all.x), part(all.y), part(all.z), part(all.w)));
+  }
+};
+template <> struct wide_queries<__nv_bfloat16, float> {
+  float all[8] = {};
+  __device__ __forceinline__ wide_queries(const float *q, bool inside) {
+    if (inside) load_floats(q, all);
+  }
+  template <int ROWS, class F> __device__ __forceinline__ void each_term(int r, F f) const {
+    float rest[2][4];
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+      const float x = all[e]; /* NaN stays */
+      rest[e / 4][e % 4] = ROWS == 1 ? x : r == 0 ? (x > 0.f ? 0.f : x) : (x < 0.f ? 0.f : x);
+    }
+#pragma unroll
+    for (int t = 0; t < 3; t++) {
+      const uint2 low = next_term(rest[0]), high = next_term(rest[1]);
+      f(make_uint4(low.x, low.y, high.x, high.y));
+    }
+  }
+};
+
+template <class T, class Q, score_kind KIND>
 __global__ void __launch_bounds__(256)
     score_rows_wide(const __grid_constant__ score_call a, int tiles) {
   constexpr int ROWS = KIND == SCORE_MINMAX ? 2 : 1, ITEMS = 16, WARPS = 256 / WARP;
@@ -256,24 +312,21 @@ __global__ void __launch_bounds__(256)
   const uint4 *const x0 = rows + lane / 4 * row, *const x1 = x0 + 8 * row;
   for (int h0 = warp * 8; h0 < group; h0 += WARPS * 8) {
     const int mine = min(h0 + lane / 4, group - 1);
-    const uint4 *const q =
-        (const uint4 *)((const T *)a.q + (seq * a.heads + kv_head * group + mine) * head_dim);
+    const Q *const q = (const Q *)a.q + (seq * a.heads + kv_head * group + mine) * head_dim;
     /* The tensor cores truncate sums where they should round, so these are short. */
     float sums[2][4] = {}, all[4] = {};
 #pragma unroll 4
     for (int j = 0; j < steps; j++) {
       const int piece = lane % 4 + 4 * j;
-      const uint4 b = piece < pieces ? q[piece] : uint4();
+      const wide_queries<T, Q> of(q + 8 * piece, piece < pieces);
 #pragma unroll
       for (int r = 0; r < ROWS; r++) {
-        auto part = [&](uint32_t x) {
-          if constexpr (ROWS == 1) return x;
-          else return r == 0 ? below_zero(x, T()) : above_zero(x, T());
-        };
         const uint4 u = x0[r * ITEMS * row + piece], v = x1[r * ITEMS * row + piece];
         const uint32_t a0[4] = {u.x, v.x, u.y, v.y}, a1[4] = {u.z, v.z, u.w, v.w};
-        mma(sums[0], a0, part(b.x), part(b.y), T());
-        mma(sums[1], a1, part(b.z), part(b.w), T());
+        of.template each_term<ROWS>(r, [&](const uint4 &b) {
+          mma(sums[0], a0, b.x, b.y, T());
+          mma(sums[1], a1, b.z, b.w, T());
+        });
       }
       if (j % 4 < 3 && j + 1 < steps) continue;
 #pragma unroll
@@ -402,18 +455,17 @@ int launch_score_of(const score_call &a, const kvl_cuda_queue *q) {
   return launch_score_dim<T, 256, KIND>(a, q);
 }
 
-template <class T, score_kind KIND>
+template <class T, class Q, score_kind KIND>
 int launch_score_wide(const score_call &a, const kvl_cuda_queue *q) {
   constexpr int ROWS = KIND == SCORE_MINMAX ? 2 : 1;
-  if (a.dtype != a.rows_dtype || a.head_dim % 8 || !aligned16(a.rows, a.q) ||
-      a.head_stride % 8 || a.block_stride % 8)
+  if (a.head_dim % 8 || !aligned16(a.rows, a.q) || a.head_stride % 8 || a.block_stride % 8)
     return KVL_ERR_UNSUPPORTED;
   const int64_t bytes = (int64_t)ROWS * 16 * wide_row((int)a.head_dim) * 16;
   if (bytes > 96 * 1024 || bytes > q->shared_optin) return KVL_ERR_UNSUPPORTED;
-  int status = allow_shared<score_rows_wide<T, KIND>>(q, 96 * 1024);
+  int status = allow_shared<score_rows_wide<T, Q, KIND>>(q, 96 * 1024);
   if (status < 0) return status;
   const int tiles = (int)((a.max_blocks + 15) / 16);
-  return launch_programmatic(score_rows_wide<T, KIND>,
+  return launch_programmatic(score_rows_wide<T, Q, KIND>,
                              (unsigned)(tiles * a.seqs * a.kv_heads), 256, (size_t)bytes, q,
                              a, tiles);
 }
@@ -429,10 +481,14 @@ template <score_kind KIND> int launch_score(const score_call &a, const kvl_cuda_
   if constexpr (KIND != SCORE_MEAN) /* a mean is never f8 */
     if (a.rows_dtype == KVL_DTYPE_F8E4M3) status = launch_score_of<f8e4m3, KIND>(a, q);
   if constexpr (KIND == SCORE_MEAN || KIND == SCORE_MINMAX) {
-    if (status == KVL_ERR_UNSUPPORTED && a.rows_dtype == KVL_DTYPE_BF16)
-      status = launch_score_wide<__nv_bfloat16, KIND>(a, q);
-    if (status == KVL_ERR_UNSUPPORTED && a.rows_dtype == KVL_DTYPE_F16)
-      status = launch_score_wide<__half, KIND>(a, q);
+    const bool is_bf16 = a.rows_dtype == KVL_DTYPE_BF16;
+    if (status == KVL_ERR_UNSUPPORTED && is_bf16 && a.dtype == KVL_DTYPE_BF16)
+      status = launch_score_wide<__nv_bfloat16, __nv_bfloat16, KIND>(a, q);
+    if (status == KVL_ERR_UNSUPPORTED && is_bf16 && a.dtype == KVL_DTYPE_F32)
+      status = launch_score_wide<__nv_bfloat16, float, KIND>(a, q);
+    if (status == KVL_ERR_UNSUPPORTED && a.rows_dtype == KVL_DTYPE_F16 &&
+        a.dtype == KVL_DTYPE_F16)
+      status = launch_score_wide<__half, __half, KIND>(a, q);
   }
   if (status == KVL_ERR_UNSUPPORTED) {
     int64_t parts = (a.max_blocks + 256 / WARP - 1) / (256 / WARP);

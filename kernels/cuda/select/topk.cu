@@ -134,12 +134,13 @@ struct put_body {
 constexpr int64_t SORT_MOST = SORT_CHUNK; /* the most keys that a team sorts */
 constexpr size_t BATCH_BYTES = 256 << 20; /* of workspace, unless one row needs more */
 
-/* Does each row get many thread blocks? Yes for few long rows, and to sort whole rows. */
+/* Does each row get many thread blocks? Yes for few long rows, and to sort whole rows. Rows that
+ * have many are done one after the other, so a cluster for each is faster from three rows on. */
 bool is_many(const kvl_topk_args &g, int sm_count, bool clusters) {
   if (g.dtype == KVL_DTYPE_I32) return g.k < g.n || !g.by_index;
   if (g.k == g.n) return !g.by_index && g.k > SORT_MOST;
   const int64_t long_row = !clusters ? 1 << 16 : g.k <= SORT_MOST ? 1 << 22 : 1 << 20;
-  return g.n >= long_row && 4 * g.rows < sm_count;
+  return g.n >= long_row && (clusters ? 48 : 4) * g.rows < sm_count;
 }
 
 int64_t power_of_two(int64_t n) {
