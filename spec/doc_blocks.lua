@@ -114,14 +114,15 @@ function M.scratch(paths)
   local self = setmetatable({ folder = temporary.folder() }, Scratch)
   local root = first_line(("cd '%s' && pwd"):format(paths.root))
   local _, output = self:sh(([[
-    cp -Rs '%s/lua' '%s/spec' '%s/bench' '%s/docs' .
+    cp -Rs '%s/lua' '%s/spec' '%s/bench' .
+    [ ! -d '%s/docs' ] || cp -Rs '%s/docs' . # a bundle has none
     ln -s '%s/kernels' kernels
     mkdir bin lib runtime tools
     cp '%s/kvlab' '%s/VERSION' .
     cp '%s'/runtime/*.h runtime; cp '%s/tools/setup.sh' tools
     cp "$(readlink -f '%s')" bin/kvlab; ln -s '%s/libkvlab.so' lib]])
-    :format(root, root, root, root, root, root, root, root, root, paths.executable or
-      paths.library_dir .. "/kvlab", paths.library_dir))
+    :format(root, root, root, root, root, root, root, root, root, root, paths.executable
+      or paths.library_dir .. "/kvlab", paths.library_dir))
   assert(output == "", output)
   return self
 end
