@@ -12,7 +12,8 @@ newoption {
 }
 newoption {
   trigger = "cuda-arch", value = "LIST", default = "80,90a",
-  description = "GPU architectures to compile for, separated by commas",
+  description = "GPU architectures to compile for, separated by commas; 80:90 is code of "
+    .. "sm_80 that runs on sm_90",
 }
 newoption { trigger = "werror", description = "Treat warnings as errors" }
 
@@ -180,7 +181,9 @@ end
 if _OPTIONS["cuda"] == "on" then
   local gencode = {}
   for arch in _OPTIONS["cuda-arch"]:gmatch("[^,]+") do
-    gencode[#gencode + 1] = ("-gencode arch=compute_%s,code=sm_%s"):format(arch, arch)
+    local from, to = arch:match "^(%w+):(%w+)$"
+    gencode[#gencode + 1] = ("-gencode arch=compute_%s,code=sm_%s"):format(from or arch,
+      to or arch)
   end
 
   project "kvlab_cuda"

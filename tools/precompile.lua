@@ -62,7 +62,8 @@ if not nvrtc.open() and (set.arch or "") ~= "" then
   io.stderr:write "there is no NVRTC: no kernels for GPUs\n"
 else
   for arch in (set.arch or ""):gmatch "[^,]+" do
-    targets.gpu[#targets.gpu + 1] = "sm_" .. arch
+    local virtual = arch:match "^(%d+):" -- 80:90, code of sm_80 that runs on sm_90
+    targets.gpu[#targets.gpu + 1] = virtual and "compute_" .. virtual or "sm_" .. arch
   end
 end
 

@@ -10,6 +10,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "cuda/architecture.cuh"
 #include "ops.h"
 
 #ifndef __CUDACC_RTC__ /* NVRTC compiles kernels alone */
@@ -21,6 +22,7 @@ struct kvl_cuda_queue {
   cublasHandle_t blas; /* NULL until kvl__cuda_blas */
   int sm_count;
   int shared_optin; /* bytes of shared memory that a block may ask for */
+  int code;         /* the architecture that the code which runs is for, such as 90 */
   int device;
 };
 

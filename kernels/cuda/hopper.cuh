@@ -32,14 +32,14 @@ constexpr int WARPGROUP = 128;
 __device__ __forceinline__ void prefetch_map(const CUtensorMap *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-/* Copies the box at coordinates (0, 0, 0, c3, c4) to shared memory; the barrier counts its
+/* Copies the box at coordinates (c0, 0, 0, c3, c4) to shared memory; the barrier counts its
  * bytes. One thread calls it. */
-__device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap *map, int c3,
-                                         int c4, uint32_t barrier) {
+__device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap *map, int c0,
+                                         int c3, int c4, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile"
-      ".mbarrier::complete_tx::bytes [%0], [%1, {%2, %2, %2, %3, %4}], [%5];" ::"r"(shared),
-      "l"(map), "r"(0), "r"(c3), "r"(c4), "r"(barrier)
+      ".mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %4, %5}], [%6];" ::"r"(shared),
+      "l"(map), "r"(c0), "r"(0), "r"(c3), "r"(c4), "r"(barrier)
       : "memory");
 }
 /* The same for a box at coordinates (0, c1, c2). */
@@ -339,13 +339,6 @@ __device__ __forceinline__ void product_f8(float (&d)[N], uint64_t a, uint64_t b
 #ifndef __CUDACC_RTC__ /* NVRTC compiles kernels alone */
 
 /* ---- the host's side ------------------------------------------------------------------- */
-
-/* Does the device have these instructions? Later ones do not. */
-inline bool is_hopper_device(int device) {
-  int major = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major == 9;
-}
 
 using encode_map_function = CUresult(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
                                      const cuuint64_t *, const cuuint64_t *,

@@ -4,14 +4,35 @@
 #ifndef KVL_CUDA_LAUNCH_CUH
 #define KVL_CUDA_LAUNCH_CUH
 
+#include <type_traits>
+
 #include "cuda/common.cuh"
 
 #ifndef __CUDACC_RTC__ /* NVRTC compiles kernels alone */
 
 namespace kvl {
 
-inline bool is_hopper(const kvl_cuda_queue *q) { /* Hopper or later has 227 KiB */
-  return q->shared_optin > 200 << 10;
+template <int> __global__ void nothing() {}
+/* The architecture that the code which runs on the current device was compiled for, such as 90;
+ * 0 if none runs there. */
+inline int code_for(int device) {
+  static int known[64];
+  int &number = known[device % 64];
+  cudaFuncAttributes of;
+  if (number == 0 && cudaFuncGetAttributes(&of, nothing<0>) == cudaSuccess)
+    number = of.ptxVersion;
+  return number;
+}
+/* Does code with Hopper's own instructions run? Later GPUs do not have them. */
+inline bool is_hopper_device(int device) { return code_for(device) == 90; }
+/* Does code with thread block clusters and large tiles run? */
+inline bool is_hopper(const kvl_cuda_queue *q) { return tiles_of(q->code) == LARGE_TILES; }
+
+/* The result of f with the size of the code's tiles, as a constant. */
+template <class F> auto with_tiles(int code, F f) {
+  if (tiles_of(code) == LARGE_TILES)
+    return f(std::integral_constant<tile_size, LARGE_TILES>());
+  return f(std::integral_constant<tile_size, SMALL_TILES>());
 }
 
 /* May all of these addresses and row sizes (bytes) be accessed 16 bytes at a time? */

@@ -397,6 +397,7 @@ struct harness {
     DEV_CHECK(cudaDeviceGetAttribute(&q.sm_count, cudaDevAttrMultiProcessorCount, 0));
     DEV_CHECK(
         cudaDeviceGetAttribute(&q.shared_optin, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+    q.code = kvl::code_for(0);
   }
   void run(const call &c) {
     kvl_hooked_attention_args hooked = {};

@@ -624,6 +624,7 @@ int main(int argc, char **argv) {
   DEV_CHECK(cudaDeviceGetAttribute(&q.sm_count, cudaDevAttrMultiProcessorCount, q.device));
   DEV_CHECK(cudaDeviceGetAttribute(&q.shared_optin, cudaDevAttrMaxSharedMemoryPerBlockOptin,
                                    q.device));
+  q.code = kvl::code_for(q.device);
   int wrong = 0, done = 0;
   for (const version &v : versions) {
     if (profile || mode("time")) break;

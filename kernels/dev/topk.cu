@@ -225,6 +225,7 @@ struct call {
     DEV_CHECK(cudaGetDeviceProperties(&p, 0));
     q.sm_count = p.multiProcessorCount;
     q.shared_optin = (int)p.sharedMemPerBlockOptin;
+    q.code = kvl::code_for(0);
     a = dev::alloc<float>(most);
     values = dev::alloc<float>(std::min(most, (size_t)64 << 17));
     out = dev::alloc<int32_t>(std::min(most, (size_t)64 << 17));
@@ -369,6 +370,7 @@ int main(int argc, char **argv) {
                            {67, 300000, 2048},  {17, 1 << 20, 30000},
                            {3, 1 << 22, 3000},  {67, 1 << 20, 600}};
   const int shared[] = {c.q.shared_optin, 163 << 10}; /* the second without clusters */
+  const int code = c.q.code;
   for (auto &s : shapes)
     for (int k = 0; k < KINDS && mode != 't'; k++) {
       size_t numbers = (size_t)s[0] * s[1];
@@ -381,11 +383,11 @@ int main(int argc, char **argv) {
       if (is_heavy) continue;
       for (int bytes : shared) {
         if (bytes != shared[0] && (numbers < 20000 || k % 3)) continue;
-        c.q.shared_optin = bytes;
+        c.q.shared_optin = bytes, c.q.code = bytes == shared[0] ? code : 80;
         check(c, s[0], s[1], s[2], (kind)k);
       }
     }
-  c.q.shared_optin = shared[0];
+  c.q.shared_optin = shared[0], c.q.code = code;
   printf("%d checked, %d wrong\n", checked, wrong);
   if (wrong || is_short || mode == 'c') return wrong != 0;
   dev::bench b;

@@ -12,12 +12,12 @@
 #include <stdio.h>
 
 #include "abi.h"
+#include "cuda/launch.cuh"
 #include "cuda/backend.cuh"
 
 using namespace kvl_cuda;
 
 enum { CAPABILITY_MIN = 80 };
-extern "C" int kvl_cuda_decode_shared(void); /* paged_attention.cu */
 
 static thread_local char words_last[KVL_WORDS_MAX];
 
@@ -60,15 +60,22 @@ int device_describe(device_ctx *d) {
   if (p.major * 10 + p.minor < CAPABILITY_MIN)
     return fail(KVL_ERR_UNSUPPORTED, "%s has compute capability %d.%d, 8.0 is needed", p.name,
                 p.major, p.minor);
-  if ((int)p.sharedMemPerBlockOptin < kvl_cuda_decode_shared())
+  error = cudaSetDevice(d->index);
+  if (error == cudaSuccess) error = cudaFree(NULL); /* makes the context now */
+  if (error != cudaSuccess) return kvl__cuda_check(error);
+  d->code = kvl::code_for(d->index);
+  if (d->code == 0) {
+    cudaGetLastError();
     return fail(KVL_ERR_UNSUPPORTED,
-                "%s gives a thread block %d KiB of shared memory, decode needs %d KiB: kvlab "
-                "runs on H100 and H200 so far",
-                p.name, (int)(p.sharedMemPerBlockOptin >> 10),
-                (kvl_cuda_decode_shared() + 1023) >> 10);
+                "%s has compute capability %d.%d, and no code for it was built: kvlab build "
+                "--cuda=on --cuda-arch=%d%d%s (this is %s)",
+                p.name, p.major, p.minor, p.major, p.minor, p.major == 9 ? "a" : "", build());
+  }
   d->capability = p.major * 10 + p.minor;
   d->sm_count = p.multiProcessorCount;
   d->shared_optin = (int)p.sharedMemPerBlockOptin;
+  const int of_code = kvl::block_bytes_of(d->code, d->shared_optin);
+  if (d->shared_optin > of_code) d->shared_optin = of_code;
   snprintf(d->text, sizeof d->text, "%.128s, %d SMs, %.1f GiB, driver %d.%d, runtime %d.%d",
            p.name, p.multiProcessorCount, (double)p.totalGlobalMem / (1 << 30), driver / 1000,
            driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
@@ -84,8 +91,6 @@ int device_open(int index, void **ctx, char *words) {
     d->index = index;
     status = device_describe(d);
   }
-  if (status >= 0) status = enter(d);
-  if (status >= 0) status = kvl__cuda_check(cudaFree(NULL)); /* makes the context now */
   if (status < 0) {
     delete d;
     if (words) snprintf(words, KVL_WORDS_MAX, "%s", words_last);
@@ -133,6 +138,7 @@ int queue_open(void *ctx, enum kvl_queue_kind kind, void **out) {
   if (!q) return fail(KVL_ERR_NO_MEMORY, "out of host memory");
   q->sm_count = d->sm_count;
   q->shared_optin = d->shared_optin;
+  q->code = d->code;
   q->device = d->index;
   int least, greatest; /* the greatest priority is the lowest number */
   cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);

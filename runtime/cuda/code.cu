@@ -36,8 +36,9 @@ int code_open(void *ctx, const void *image, size_t bytes, void **out) {
     return failed(error, "loading a cubin");
   }
   /* A hook's kernel has the name of its shape, which the op asks for; there is no kvl_code. */
-  static const char section[] = ".text.kvl_code";
-  if (memmem(image, bytes, section, sizeof section)) {
+  static const char section[] = ".text.kvl_code", entry[] = ".entry kvl_code(";
+  if (memmem(image, bytes, section, sizeof section) ||
+      memmem(image, bytes, entry, sizeof entry - 1)) {
     error = f.get_kernel(&c->kernel, c->library, "kvl_code");
     if (error != CUDA_SUCCESS) {
       f.unload(c->library);
@@ -87,16 +88,20 @@ int code_launch(void *ctx, void *queue, void *handle, const void *args, size_t s
   config.sharedMemBytes = (unsigned)grid->bytes_shared;
   config.hStream = ((const kvl_cuda_queue *)queue)->stream;
   config.attrs = &attribute;
-  config.numAttrs = grid->programmatic && d->capability >= 90 ? 1 : 0;
+  config.numAttrs = grid->programmatic && d->code >= 90 ? 1 : 0;
   void *params[] = {(void *)args};
   CUresult error = f.launch(&config, (CUfunction)c->kernel, params, nullptr);
   return error == CUDA_SUCCESS ? KVL_OK : failed(error, "launching");
 }
 
-/* Code for sm_90 runs faster as sm_90a, which later devices do not run. */
+/* A hook lies in the tiles of the plug-in's kernels, so code for a device with other tiles is for
+ * the architecture of these. Code for sm_90 runs faster as sm_90a, which later devices do not
+ * run. */
 int target(void *ctx, char *text, size_t size) {
   const device_ctx *d = (const device_ctx *)ctx;
-  snprintf(text, size, "sm_%d%s", d->capability, d->capability == 90 ? "a" : "");
+  if (kvl::tiles_of(d->code) != kvl::tiles_of(d->capability))
+    snprintf(text, size, "compute_%d", d->code);
+  else snprintf(text, size, "sm_%d%s", d->capability, d->capability == 90 ? "a" : "");
   return KVL_OK;
 }
 

@@ -12,11 +12,11 @@
 
 namespace kvl {
 
-/* Ring sizes: 192 KiB per thread block, one block per SM; scales come on top, and rows of 64
- * packed numbers take less. C is the type of the cache's numbers. R is how many rows the kernel
- * takes at once: 16 or, of packed numbers, 8 or 16. Eight rows leave registers for more warps,
- * which have fewer stages each: they wait less for their own results. */
-template <int D, class C, int R = 16> struct decode_shape {
+/* Ring sizes: 192 KiB per thread block, one block per SM, or with small tiles 64 KiB; scales
+ * come on top, and rows of 64 packed numbers take less. C is the type of the cache's numbers. R
+ * is how many rows the kernel takes at once: 16 or, of packed numbers, 8 or 16. Eight rows leave
+ * registers for more warps, which have fewer stages each: they wait less for their own results. */
+template <int D, class C, int R = 16, tile_size TILES = TILES_HERE> struct decode_shape {
   static constexpr int BYTES = sizeof(C), NUMBERS = 16 / BYTES; /* per piece */
   static constexpr int PIECES = packs<C> ? D / NUMBERS : (D / NUMBERS + 7) / 8 * 8;
   static constexpr int KEYS = BYTES == 1 || D <= 64 ? 32 : 16, ROWS = R;
@@ -25,8 +25,10 @@ template <int D, class C, int R = 16> struct decode_shape {
                                          : 0; /* scales of a row, at most */
   static constexpr int STAGE_BYTES = 2 * (TILE_BYTES + KEYS * GROUPS * 2);
   static constexpr bool LARGE = 2 * TILE_BYTES > 8192, MANY = R == 8 && !LARGE;
-  static constexpr int BLOCKS = 1, STAGES = MANY && D > 64 ? 2 : 3, TEAM = 4;
-  static constexpr int WARPS = LARGE ? 4 : MANY ? 12 : 8;
+  static constexpr bool SMALL = TILES == SMALL_TILES;
+  static constexpr int BLOCKS = 1, STAGES = SMALL || (MANY && D > 64) ? 2 : 3;
+  static constexpr int WARPS = SMALL ? (LARGE ? 2 : 4) : LARGE ? 4 : MANY ? 12 : 8;
+  static constexpr int TEAM = WARPS < 4 ? WARPS : 4, THREADS = WARPS * WARP;
   static constexpr int RING_BYTES = WARPS * STAGES * STAGE_BYTES;
   static constexpr int SHARED_BYTES = RING_BYTES + WARPS * STAGES * KEYS * 4;
   /* 192, or 128 with 12 warps, leaves enough of an SM's registers for paged_combine. */

@@ -30,7 +30,7 @@
 
 namespace kvl {
 
-template <int D, int MW, bool F8> struct listed_shape {
+template <int D, int MW, bool F8, tile_size TILES = TILES_HERE> struct listed_shape {
   static constexpr int WARPS = 4, KEYS = F8 && D <= 128 ? 128 : 64;
   /* Is there a warp more, which only looks up keys? A quarter of an SM then has three warps of
    * two blocks, and a thread 168 registers. */
@@ -39,13 +39,17 @@ template <int D, int MW, bool F8> struct listed_shape {
   static constexpr int KW = WARPS / MW, KEYS_WARP = KEYS / KW, ROWS = 16 * MW;
   static constexpr int NUMBERS = F8 ? 16 : 8; /* per piece */
   static constexpr int PIECES = (D / NUMBERS + 7) / 8 * 8, TILE_BYTES = KEYS * PIECES * 16;
-  static constexpr int STAGES = F8 || D > 64 ? 3 : 4, BLOCKS = !F8 && D > 128 ? 1 : 2;
+  static constexpr int STAGES = !F8 && D <= 64 ? 4 : TILES == SMALL_TILES ? 2 : 3;
+  static constexpr int BLOCKS = !F8 && D > 128 ? 1 : 2;
   static constexpr int WORDS = KEYS / WARP;
-  static constexpr int TOLD = STAGES + 1; /* how many tiles are looked up ahead of one */
+  static constexpr int TOLD = !F8 && D <= 64 ? 5
+                                             : 4; /* tiles that are looked up ahead of one */
   /* Rows that are copied side by side, and how many rows of a tile a thread has a piece of. */
   static constexpr int SIDE = WARPS * WARP / PIECES, COPIES = KEYS / SIDE;
   static constexpr int SHARED_BYTES = STAGES * 2 * TILE_BYTES;
   static_assert(SHARED_BYTES >= WARPS * 16 * D * 4, "the ring takes the warps' sums");
+  static_assert(TOLD > STAGES, "what is copied was looked up before");
+  static constexpr bool FITS = TILES == LARGE_TILES || F8 || D <= 128;
 };
 
 /* ---- a tile's products ------------------------------------------------------------------

@@ -26,7 +26,7 @@
  *           paged_wgmma.cuh    16-bit q on Hopper, several new tokens a sequence or groups of
  *                              more than 16 heads: TMA, wgmma, split-KV where there are few
  *                              rows; wgmma_plan.cuh divides its work
- *           paged_prefill.cuh  16-bit prefill elsewhere, and other head_dims
+ *           paged_prefill.cuh  16-bit prefill elsewhere
  *           paged_mend.cuh     after both: rows in which V of unseen keys was NaN
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
  *           latent.cuh         pages whose values are the first numbers of their keys
@@ -79,27 +79,40 @@ int decode_rows(const kvl_paged_attention_args &a) {
 struct decode_kind {
   int tile_keys, warps, blocks, most_team, bytes_shared; /* blocks: per SM at once */
 };
-template <class S> constexpr decode_kind kind_of() {
-  return {S::KEYS, S::WARPS, S::BLOCKS, S::TEAM, S::SHARED_BYTES};
+/* beside: the bytes of shared memory that a thread block has beside its tiles, at most. */
+constexpr int BESIDE = PLAN_LENGTHS * 4 + 2560;
+template <class S> decode_kind kind_of(tile_size tiles, int sm_bytes) {
+  const int twice = 2 * (S::SHARED_BYTES + BESIDE + 1024);
+  const int blocks = tiles == SMALL_TILES && twice <= sm_bytes ? 2 : S::BLOCKS;
+  return {S::KEYS, S::WARPS, blocks, S::TEAM, S::SHARED_BYTES};
 }
-template <template <int, class> class S, class C> decode_kind kind_of_dim(int d) {
-  return d <= 64    ? kind_of<S<64, C>>()
-         : d <= 128 ? kind_of<S<128, C>>()
-                    : kind_of<S<256, C>>();
+template <tile_size TILES, template <int, class, tile_size> class S, class C>
+decode_kind kind_of_dim(int d, int sm_bytes) {
+  return d <= 64    ? kind_of<S<64, C, TILES>>(TILES, sm_bytes)
+         : d <= 128 ? kind_of<S<128, C, TILES>>(TILES, sm_bytes)
+                    : kind_of<S<256, C, TILES>>(TILES, sm_bytes);
 }
-template <int D, class C> using f32_shape_of = f32_shape<C, D>;
-template <int D, class C> using few_rows_of = decode_shape<D, C, packs<C> ? 8 : 16>;
-template <int D, class C> using rows_of = decode_shape<D, C, 16>;
+template <int D, class C, tile_size TILES> using f32_shape_of = f32_shape<C, D, TILES>;
+template <int D, class C, tile_size TILES>
+using few_rows_of = decode_shape<D, C, packs<C> ? 8 : 16, TILES>;
+template <int D, class C, tile_size TILES> using rows_of = decode_shape<D, C, 16, TILES>;
 /* Over packed numbers, groups of up to eight heads have a kernel of their own. */
 constexpr int FEW_ROWS = 8;
-decode_kind decode_kind_of(int dtype, int codec, int dim, int group) {
-  if (dtype == KVL_DTYPE_F32 && codec == KVL_CODEC_F32)
-    return kind_of_dim<f32_shape_of, float>(dim);
-  return with_codec<__half>(codec, [&](auto of) {
-    using C = typename decltype(of)::C;
-    return dtype == KVL_DTYPE_F32 ? kind_of_dim<f32_shape_of, C>(dim)
-           : group <= FEW_ROWS    ? kind_of_dim<few_rows_of, C>(dim)
-                                  : kind_of_dim<rows_of, C>(dim);
+decode_kind decode_kind_of(const kvl_paged_attention_args &a, int device) {
+  const int codec = a.cache.codec, dim = a.cache.key.dim;
+  const int group = (int)(a.heads / a.cache.kv_heads);
+  int sm_bytes = 0;
+  cudaDeviceGetAttribute(&sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  return with_tiles(code_for(device), [&](auto tiles) {
+    constexpr tile_size TILES = tiles.value;
+    if (a.dtype == KVL_DTYPE_F32 && codec == KVL_CODEC_F32)
+      return kind_of_dim<TILES, f32_shape_of, float>(dim, sm_bytes);
+    return with_codec<__half>(codec, [&](auto of) {
+      using C = typename decltype(of)::C;
+      return a.dtype == KVL_DTYPE_F32 ? kind_of_dim<TILES, f32_shape_of, C>(dim, sm_bytes)
+             : group <= FEW_ROWS      ? kind_of_dim<TILES, few_rows_of, C>(dim, sm_bytes)
+                                      : kind_of_dim<TILES, rows_of, C>(dim, sm_bytes);
+    });
   });
 }
 
@@ -120,10 +133,10 @@ size_t place_bytes(const hooked &h, const split_place &p) {
 
 /* How a decode is cut: into as many shares as a unit has teams on the device at once, unless
  * some of them would have nothing to do. */
-split_place decode_place(const hooked &h, int sm_count) {
+split_place decode_place(const hooked &h, int device, int sm_count) {
   const kvl_paged_attention_args &a = h.base;
   const int group = (int)(a.heads / a.cache.kv_heads), rows = decode_rows(a);
-  const decode_kind kind = decode_kind_of(a.dtype, a.cache.codec, a.cache.key.dim, group);
+  const decode_kind kind = decode_kind_of(a, device);
   split_place p = {};
   const int subgroups = ceil_div(group, rows), units = a.cache.kv_heads * subgroups;
   p.group = group;
@@ -175,15 +188,25 @@ int decode_blocks(const split_place &p, int warps) {
   return ceil_div((int64_t)p.shares * p.units.by, warps / p.team());
 }
 
+template <int D, class C, int R, tile_size TILES> constexpr bool decode_fits_in() {
+  using shape = decode_shape<D, C, R, TILES>;
+  static_assert(sizeof(decode_memory<shape>) <= BESIDE);
+  return fits(TILES, shape::SHARED_BYTES + BESIDE, shape::THREADS, shape::REGISTERS);
+}
+template <int D, class C, int R>
+constexpr bool decode_fits =
+    decode_fits_in<D, C, R, SMALL_TILES>() && decode_fits_in<D, C, R, LARGE_TILES>();
+
 /* R: rows that the kernel takes at once. */
 template <class T, int D, class C, int R>
 int launch_decode(const hooked &h, const kvl_cuda_queue *q) {
-  using shape = decode_shape<D, C, R>;
   const kvl_paged_attention_args &a = h.base;
-  const split_place place = decode_place(h, q->sm_count);
-  const int blocks = decode_blocks(place, shape::WARPS);
+  const decode_kind kind = decode_kind_of(a, q->device);
+  const split_place place = decode_place(h, q->device, q->sm_count);
+  const int blocks = decode_blocks(place, kind.warps), threads = kind.warps * WARP;
+  static_assert(decode_fits<D, C, R>);
   if (h.hook) {
-    hook_kernel k = {"", blocks, 1, shape::WARPS * WARP, shape::SHARED_BYTES, true};
+    hook_kernel k = {"", blocks, 1, threads, kind.bytes_shared, true};
     snprintf(k.name, sizeof k.name, "decode_%s_%d%s%s", type_name<T>, D, codec_suffix<C>,
              !packs<C>       ? ""
              : R == FEW_ROWS ? "_8"
@@ -191,11 +214,11 @@ int launch_decode(const hooked &h, const kvl_cuda_queue *q) {
     int status = launch_hooked(h, k, &a, &place, q);
     return status < 0 ? status : launch_combine(a, place, q);
   }
-  int status = allow_shared<paged_decode<T, D, C, R>>(q, shape::SHARED_BYTES);
+  int status = allow_shared<paged_decode<T, D, C, R>>(q, kind.bytes_shared);
   if (status == KVL_OK) status = prefer_shared<paged_decode<T, D, C, R>>(q);
   if (status < 0) return status;
-  status = launch_programmatic(paged_decode<T, D, C, R>, blocks, shape::WARPS * WARP,
-                               shape::SHARED_BYTES, q, a, place);
+  status = launch_programmatic(paged_decode<T, D, C, R>, blocks, threads, kind.bytes_shared,
+                               q, a, place);
   return status < 0 ? status : launch_combine(a, place, q);
 }
 template <class T, int D, class C>
@@ -206,9 +229,12 @@ int launch_decode_rows(const hooked &h, const kvl_cuda_queue *q) {
   return launch_decode<T, D, C, 16>(h, q);
 }
 
-template <class T, int D, class C = T>
+template <class T, int D, class C, tile_size TILES>
 int launch_prefill(const hooked &h, const kvl_cuda_queue *q) {
-  using shape = prefill_shape<D>;
+  using shape = prefill_shape<D, TILES>;
+  static_assert(fits(TILES,
+                     shape::SHARED_BYTES + sizeof(row_lists<shape::KEYS, packs<C>>) + 256,
+                     shape::THREADS));
   const kvl_paged_attention_args &a = h.base;
   int group = (int)(a.heads / a.cache.kv_heads), subgroups = ceil_div(group, shape::ROWS);
   int tokens_tile = shape::ROWS / group > 1 ? shape::ROWS / group : 1;
@@ -228,9 +254,11 @@ int launch_prefill(const hooked &h, const kvl_cuda_queue *q) {
 
 constexpr int F32_PREFILL_ROWS = 8;
 
-template <class T, int D> int launch_f32_prefill(const hooked &h, const kvl_cuda_queue *q) {
-  using shape = f32_shape<T, D>;
-  constexpr int THREADS = shape::WARPS * WARP, BYTES = shape::SHARED_BYTES;
+template <class T, int D, tile_size TILES>
+int launch_f32_prefill(const hooked &h, const kvl_cuda_queue *q) {
+  using shape = f32_shape<T, D, TILES>;
+  constexpr int THREADS = shape::THREADS, BYTES = shape::SHARED_BYTES;
+  static_assert(fits(TILES, BYTES + BESIDE, THREADS, shape::REGISTERS));
   constexpr int ROWS = F32_PREFILL_ROWS;
   const kvl_paged_attention_args &a = h.base;
   const int group = (int)(a.heads / a.cache.kv_heads), subgroups = ceil_div(group, ROWS);
@@ -249,11 +277,11 @@ template <class T, int D> int launch_f32_prefill(const hooked &h, const kvl_cuda
 
 template <class T, int D, int ROWS>
 int launch_f32_decode(const hooked &h, const kvl_cuda_queue *q) {
-  using shape = f32_shape<T, D>;
-  constexpr int THREADS = shape::WARPS * WARP, BYTES = shape::SHARED_BYTES;
   const kvl_paged_attention_args &a = h.base;
-  const split_place place = decode_place(h, q->sm_count);
-  const int blocks = decode_blocks(place, shape::WARPS);
+  const decode_kind kind = decode_kind_of(a, q->device);
+  const split_place place = decode_place(h, q->device, q->sm_count);
+  const int blocks = decode_blocks(place, kind.warps);
+  const int THREADS = kind.warps * WARP, BYTES = kind.bytes_shared;
   int status;
   if (h.hook) {
     hook_kernel k = {"", blocks, 1, THREADS, BYTES, true};
@@ -269,7 +297,9 @@ int launch_f32_decode(const hooked &h, const kvl_cuda_queue *q) {
 }
 
 template <class T, int D> int launch_f32(const hooked &h, const kvl_cuda_queue *q) {
-  if (h.base.starts) return launch_f32_prefill<T, D>(h, q);
+  if (h.base.starts)
+    return with_tiles(
+        q->code, [&](auto tiles) { return launch_f32_prefill<T, D, tiles.value>(h, q); });
   return decode_rows(h.base) == 4 ? launch_f32_decode<T, D, 4>(h, q)
                                   : launch_f32_decode<T, D, 8>(h, q);
 }
@@ -290,12 +320,19 @@ template <class T, class C> int launch_decode_dim(const hooked &h, const kvl_cud
 }
 
 template <class T, class C> int launch_prefill_dim(const hooked &h, const kvl_cuda_queue *q) {
-  int d = h.base.cache.key.dim;
-  if (d <= 64) return launch_prefill<T, 64, C>(h, q);
-  if (d <= 96) return launch_prefill<T, 96, C>(h, q);
-  if (d <= 128) return launch_prefill<T, 128, C>(h, q);
-  if (d <= 192) return launch_prefill<T, 192, C>(h, q);
-  return launch_prefill<T, 256, C>(h, q);
+  const int d = h.base.cache.key.dim;
+  return with_tiles(q->code, [&](auto tiles) {
+    if (d <= 64) return launch_prefill<T, 64, C, tiles.value>(h, q);
+    if (d <= 96) return launch_prefill<T, 96, C, tiles.value>(h, q);
+    if (d <= 128) return launch_prefill<T, 128, C, tiles.value>(h, q);
+    if (d <= 192) return launch_prefill<T, 192, C, tiles.value>(h, q);
+    return launch_prefill<T, 256, C, tiles.value>(h, q);
+  });
+}
+
+/* Does paged_wgmma.cuh take a call? It keeps no scores. */
+bool by_wgmma(const hooked &h, int device) {
+  return !h.scores && wgmma_takes(h.base, device, h.hook);
 }
 
 template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cuda_queue *q) {
@@ -305,7 +342,7 @@ template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cud
     wgmma_plan plan;
     plan_wgmma<shape>(a, q->device, q->sm_count, plan);
     return launch_planned<T, shape>(
-        a, plan, true, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
+        a, plan, true, q, [&](int grid, bool programmatic, const wgmma_maps &map) {
           hook_kernel k = {"", grid, 1, shape::THREADS, shape::SHARED_BYTES, programmatic};
           snprintf(k.name, sizeof k.name, "wgmma_%s_%d%s", type_name<T>, D,
                    codec_suffix<typename shape::C>);
@@ -326,7 +363,7 @@ template <class T> int launch_hooked_mend(const hooked &h, const kvl_cuda_queue 
 
 template <class T> int launch_16bit_prefill(const hooked &h, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
-  if (wgmma_takes(a, q->device, h.hook)) {
+  if (by_wgmma(h, q->device)) {
     if (!h.hook)
       return with_codec<void>(a.cache.codec, [&](auto of) {
         using C = typename decltype(of)::C;
@@ -351,7 +388,7 @@ template <class T> int launch_16bit_decode(const hooked &h, const kvl_cuda_queue
 
 template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
-  const bool is_decode = !a.listed && !a.starts && !wgmma_takes(a, q->device, h.hook);
+  const bool is_decode = !a.listed && !a.starts && !by_wgmma(h, q->device);
   const int status = a.listed    ? launch_listed(h, q)
                      : is_decode ? launch_16bit_decode<T>(h, q)
                                  : launch_16bit_prefill<T>(h, q);
@@ -369,8 +406,7 @@ int launch(const hooked &h, const kvl_cuda_queue *q) {
     return kvl__cuda_check(cudaErrorMisalignedAddress);
   int status = KVL_ERR_UNSUPPORTED;
   if (is_latent(a)) status = launch_latent(a, q);
-  else if (a.listed && (a.dtype == KVL_DTYPE_F32 || kvl__packs(a.cache.codec)))
-    status = launch_listed(h, q);
+  else if (a.listed && !lists_by_mma(a, q)) status = launch_listed(h, q);
   else if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(h, q);
   else if (a.dtype == KVL_DTYPE_F16) status = launch_16bit<__half>(h, q);
   else { KVL_CUDA_BY_CODEC(a.cache.codec, C, status = launch_f32_dim<C>(h, q);) }
@@ -380,19 +416,6 @@ int launch(const hooked &h, const kvl_cuda_queue *q) {
 }  // namespace
 }  // namespace kvl
 
-/* The shared memory that a thread block of a decode with 16-bit queries needs, at most. */
-extern "C" int kvl_cuda_decode_shared(void) {
-  using namespace kvl;
-  int most = 0;
-  for (int codec : {KVL_CODEC_F16, KVL_CODEC_F8E4M3, KVL_CODEC_INT8})
-    for (int dim : {64, 128, 256})
-      for (int group : {1, 16}) {
-        const int bytes = decode_kind_of(KVL_DTYPE_F16, codec, dim, group).bytes_shared;
-        if (bytes > most) most = bytes;
-      }
-  return most;
-}
-
 KVL_CUDA_WORKSPACE(paged_attention) {
   const kvl_hooked_attention_args &h = *(const kvl_hooked_attention_args *)args;
   const kvl_paged_attention_args &a = h.base;
@@ -401,9 +424,8 @@ KVL_CUDA_WORKSPACE(paged_attention) {
   cudaGetDevice(&device);
   if (kvl::is_latent(a)) return kvl::latent_bytes(a, device, sm_count);
   if (a.listed) return h.hook ? kvl::note_bytes(a) : 0;
-  if (kvl::wgmma_takes(a, device, h.hook))
-    return kvl::wgmma_bytes(a, device, sm_count, h.hook);
-  if (!a.starts) return kvl::place_bytes(h, kvl::decode_place(h, sm_count));
+  if (kvl::by_wgmma(h, device)) return kvl::wgmma_bytes(a, device, sm_count, h.hook);
+  if (!a.starts) return kvl::place_bytes(h, kvl::decode_place(h, device, sm_count));
   return a.dtype == KVL_DTYPE_F32 ? 0 : kvl::note_bytes(a);
 }
 

@@ -17,8 +17,10 @@
 
 namespace kvl {
 
-template <class T, int D> struct f32_shape {
-  static constexpr int WARPS = 4, STAGES = 3, BLOCKS = 2, TEAM = 1;
+template <class T, int D, tile_size TILES = TILES_HERE> struct f32_shape {
+  static constexpr bool SMALL = TILES == SMALL_TILES;
+  static constexpr int WARPS = 4, STAGES = SMALL ? 2 : 3, BLOCKS = SMALL ? 1 : 2, TEAM = 1;
+  static constexpr int THREADS = WARPS * WARP, REGISTERS = 255;
   static constexpr int LANES = D / 8, SIDE = WARP / LANES;  /* keys side by side */
   static constexpr int PIECES = D * (int)sizeof(T) / 16;    /* of a row */
   static constexpr int NUMBERS = WIDE<T> < 8 ? WIDE<T> : 8; /* that a lane loads at once */

@@ -24,9 +24,10 @@
 
 namespace kvl {
 
-template <int D> struct prefill_shape {
-  static constexpr int WARPS = 8, ROWS = WARPS * 16, THREADS = WARPS * WARP;
-  static constexpr int KEYS = D > 192 ? 32 : 64;
+template <int D, tile_size TILES = TILES_HERE> struct prefill_shape {
+  static constexpr bool LESS = TILES == SMALL_TILES && D > 128;
+  static constexpr int WARPS = LESS ? 4 : 8, ROWS = WARPS * 16, THREADS = WARPS * WARP;
+  static constexpr int KEYS = D > 192 || LESS ? 32 : 64;
   static constexpr int PIECES = TILE_PIECES<D>;
   static constexpr bool Q_SHARED = D > 128; /* otherwise q stays in registers */
   static constexpr int TILE_BYTES = KEYS * PIECES * 16;

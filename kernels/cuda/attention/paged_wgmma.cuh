@@ -1,6 +1,7 @@
 /* Flash attention over paged KV for Hopper: 16-bit q, a cache of q's dtype, f8e4m3 or int8,
- * head_dim 64, 96, 128, 192 or 256, blocks of any size; several new tokens a sequence, or one
- * of more than 16 query heads on a KV head. paged_decode.cuh and paged_prefill.cuh do everything else.
+ * head_dims up to 256, blocks of any size; several new tokens a sequence, or one of more than 16
+ * query heads on a KV head. paged_decode.cuh and paged_prefill.cuh do everything else. There are
+ * kernels of D = 64, 96, 128, 192 and 256 numbers; rows of fewer are filled up with zeros.
  *
  * A thread block stays on its SM and takes item after item: query rows that share a KV head
  * (tokens with all heads of the group); wgmma_plan.cuh tells which. Its warpgroups are
@@ -81,6 +82,7 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
   int left;      /* tiles of this piece without scores */
   int low, high; /* every row of the warp sees all of a tile within them */
   int2 span;     /* the present tile's */
+  bool exists;   /* a row of the warp */
   float sum[2];
   bool ready; /* every row of the warp has a reference */
 
@@ -125,6 +127,7 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     left = w.tiles;
     low = 0, high = INT_MAX;
     ready = false;
+    exists = consumer * 64 + warp * 16 < w.tokens * w.heads_each;
     if (shape::F8) {
       __syncwarp();
       if (lane == 0)
@@ -182,8 +185,8 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
       }
     }
   }
-  /* The same and the weights at once, for one run of keys that all rows see, and not more than
-   * one kind of bias. Then bias and exponentials do not wait for each other. */
+  /* The same and the weights at once, for one run of keys that all rows see, and a hook alone or
+   * none. Then bias and exponentials do not wait for each other. */
   __device__ __forceinline__ void weigh_run(bool tiny) {
     const float late = load_late(shape::F8 ? key_size() : memory.scale);
     const float by = rule.scale * late;
@@ -194,19 +197,23 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
         const int r = i / 2 & 1, key = span.x + pair + i / 4 * 8 + (i & 1);
         return hook(s * by, of[r], key) - shift[r];
       });
-    } else if (capped()) {
-      if (tiny) x.template weigh_capped<true>(scale(), sum, by, rule.cap, shift);
-      else x.template weigh_capped<false>(scale(), sum, by, rule.cap, shift);
     } else if (a.alibi) {
       const wgmma_row rows[2] = {memory.rows[r0], memory.rows[r1]};
       float first[2];
 #pragma unroll
       for (int r = 0; r < 2; r++)
         first[r] = rows[r].slope * (float)kvl__apart(span.x + pair, rows[r].at) - shift[r];
-      x.weigh_by(scale(), sum, [&](int i, float s) {
+      auto line = [&](int i) {
         const int r = i / 2 & 1;
-        return s * by + (rows[r].slope * (float)(i / 4 * 8 + (i & 1)) + first[r]);
-      });
+        return rows[r].slope * (float)(i / 4 * 8 + (i & 1)) + first[r];
+      };
+      if (!capped())
+        x.weigh_by(scale(), sum, [&](int i, float s) { return s * by + line(i); });
+      else x.template weigh_capped<false>(scale(), sum, by, rule.cap, line);
+    } else if (capped()) {
+      auto down = [&](int i) { return -shift[i / 2 & 1]; };
+      if (tiny) x.template weigh_capped<true>(scale(), sum, by, rule.cap, down);
+      else x.template weigh_capped<false>(scale(), sum, by, rule.cap, down);
     } else {
       x.weigh_by(scale(), sum, [&](int i, float s) { return s * by - shift[i / 2 & 1]; });
     }
@@ -240,8 +247,8 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
   template <bool MAY_FUSE> __device__ __forceinline__ void weigh(uint32_t k) {
     const bool masked = span.x < low || span.y > high;
     bool fused = false, tiny = false;
-    if (BIASED && MAY_FUSE) {
-      fused = !capped() + !a.alibi + !H::ACTIVE >= 2 && ready && !masked &&
+    if (BIASED && MAY_FUSE && exists) {
+      fused = (!H::ACTIVE || (!capped() && !a.alibi)) && ready && !masked &&
               span.y - span.x == KEYS - 1;
       const float by = shape::F8 ? rule.scale * key_size() : rule.scale;
       if (capped()) {
@@ -252,7 +259,7 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
       fused = __all_sync(ALL_LANES, fused);
       tiny = __all_sync(ALL_LANES, tiny);
     }
-    if (BIASED && !fused) bias(k);
+    if (BIASED && exists && !fused) bias(k); /* a row that does not exist needs none */
     if (masked) mask(k);
     barrier_arrive_warp(memory.k_empty(k), lane);
     if (--left == 0) barrier_arrive_warp(memory.q_empty(q_step % QS), lane);
@@ -369,12 +376,12 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
 /* BIASED: with ALiBi, a soft cap, a draft tree or a hook. */
 template <class T, class shape, bool BIASED, class H>
 __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &a,
-                                                const CUtensorMap &map,
+                                                const wgmma_maps &maps,
                                                 const wgmma_plan &plan, const H &hook) {
 #if KVL_SM90A
   __shared__ wgmma_memory<shape> memory;
   if (threadIdx.x == 0) {
-    prefetch_map(&map);
+    prefetch_map(&maps.rows);
     memory.init(plan, BIASED ? 1.f : a.scale * LOG2E);
   }
   __syncthreads();
@@ -405,8 +412,8 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
   constexpr bool BOXES = shape::BOXES && !H::ACTIVE; /* nothing else comes here */
   if (!BOXES && warp < 2 && plan.box == 0) {
     bring_rows<shape>(a, plan, memory, warp == 1, 0);
-  } else if (warp == 0) bring_tiles<shape, false>(a, map, plan, memory);
-  else if (warp == 1) bring_tiles<shape, true>(a, map, plan, memory);
+  } else if (warp == 0) bring_tiles<shape, false>(a, maps, plan, memory);
+  else if (warp == 1) bring_tiles<shape, true>(a, maps, plan, memory);
   else if (warp == 2) bring_queries<T, shape>(a, memory);
   else find_work<shape>(a, plan, memory);
 #endif
@@ -415,9 +422,9 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
 template <class T, class shape, bool BIASED>
 __global__ void __maxnreg__(shape::REGISTERS)
     paged_wgmma(const __grid_constant__ kvl_paged_attention_args a,
-                const __grid_constant__ CUtensorMap map,
+                const __grid_constant__ wgmma_maps maps,
                 const __grid_constant__ wgmma_plan plan) {
-  wgmma_attention<T, shape, BIASED>(a, map, plan, no_hook());
+  wgmma_attention<T, shape, BIASED>(a, maps, plan, no_hook());
 }
 
 }  // namespace kvl

@@ -10,18 +10,15 @@
 
 namespace kvl {
 
-/* Maps the cache as [strips of all blocks, block_size / 8, PARTS, 8, ATOM], so that a box of
- * `groups` times eight tokens arrives as [groups, PARTS] atoms; 8-bit numbers are not
- * swizzled, and scales of packed ones lie outside. Copies of single rows need no map. */
+/* Maps the cache as [strips of all blocks, block_size / 8, parts, 8, numbers], so that a box of
+ * `groups` times eight tokens arrives as [groups, parts] atoms. `numbers` may be fewer than the
+ * ATOM of a box: then the others are zeros. 8-bit numbers are not swizzled, and scales of packed
+ * ones lie outside. */
 template <class T, class shape>
-int map_cache(const kvl_pages &c, int groups, CUtensorMap *map) {
-  if (groups == 0) {
-    *map = {};
-    return KVL_OK;
-  }
+int map_rows(const kvl_pages &c, int groups, int parts_, int numbers, CUtensorMap *map) {
   const cuuint64_t bytes = shape::BYTES ? 1 : 2, bytes_row = c.key.bytes_row;
-  const cuuint64_t parts = shape::PARTS;
-  const cuuint64_t dims[5] = {shape::ATOM, 8, parts, (cuuint64_t)c.block_size / 8,
+  const cuuint64_t parts = parts_;
+  const cuuint64_t dims[5] = {(cuuint64_t)numbers, 8, parts, (cuuint64_t)c.block_size / 8,
                               (cuuint64_t)c.blocks * kvl__strips(&c)};
   const cuuint64_t strides[4] = {bytes_row, bytes * shape::ATOM, 8 * bytes_row,
                                  (cuuint64_t)c.key.bytes};
@@ -40,6 +37,20 @@ int map_cache(const kvl_pages &c, int groups, CUtensorMap *map) {
   return r == CUDA_SUCCESS ? KVL_OK : kvl__cuda_check(cudaErrorInvalidValue);
 }
 
+/* Rows of fewer numbers than D have two maps: of all atoms but the last, and of the last, at the
+ * end of which zeros arrive. Copies of single rows need no map. */
+template <class T, class shape>
+int map_cache(const kvl_pages &c, int groups, wgmma_maps *maps) {
+  *maps = {};
+  if (groups == 0) return KVL_OK;
+  if (c.key.dim == shape::D)
+    return map_rows<T, shape>(c, groups, shape::PARTS, shape::ATOM, &maps->rows);
+  int status = map_rows<T, shape>(c, groups, 1, c.key.dim, &maps->last);
+  if (shape::PARTS > 1 && status == KVL_OK)
+    status = map_rows<T, shape>(c, groups, shape::PARTS - 1, shape::ATOM, &maps->rows);
+  return status;
+}
+
 inline int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
 
 /* Is the cache copied in boxes of eight tokens and more? Otherwise row by row. */
@@ -49,15 +60,12 @@ inline bool wgmma_boxes(const kvl_pages &c) {
 }
 
 /* Without a bias, products are masked before they are scaled, so the scale has to be positive.
- * One new token of at most 16 heads a KV head is for paged_decode.cuh, and so is a hook's
- * decode. lua/kvlab/kernel/print/cuda_attention.lua relies on it that a hook's prefill is taken for
- * these dtypes and head_dims. */
+ * One new token of at most 16 heads a KV head is for paged_decode.cuh.
+ * lua/kvlab/kernel/print/cuda_attention.lua relies on it which calls with a hook are taken. */
 inline bool wgmma_takes(const kvl_paged_attention_args &a, int device, bool hooked) {
   const kvl_pages &c = a.cache;
-  const int d = c.key.dim;
   if (!is_hopper_device(device) || a.dtype == KVL_DTYPE_F32) return false;
   if (c.codec != a.dtype && kvl__bits(c.codec) != 8) return false;
-  if (d != 64 && d != 96 && d != 128 && d != 192 && d != 256) return false;
   const bool packs = kvl__packs(c.codec);
   if (!wgmma_boxes(c)) {
     if (packs && !hooked) return false;
@@ -65,7 +73,7 @@ inline bool wgmma_takes(const kvl_paged_attention_args &a, int device, bool hook
     if (c.blocks * c.bytes_page / c.key.bytes_row >= most_rows)
       return false; /* more rows than a producer can number */
   }
-  if (hooked) return a.starts;
+  if (hooked) return a.starts || a.heads / c.kv_heads > 16;
   return (a.starts || a.tree || a.heads / c.kv_heads > 16) && a.scale > 1e-6f;
 }
 /* About how many tiles of tokens a call has. */
@@ -113,7 +121,11 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
   plan.by_block = divisor(a.cache.block_size);
   /* A box lies in one share. */
   const int most_keys = shape::KEYS / shape::SHARES;
-  plan.box = wgmma_boxes(a.cache) ? common_divisor(a.cache.block_size, most_keys) / 8 : 0;
+  const bool fills = shape::LATENTS || a.cache.key.dim == shape::D;
+  plan.box = !wgmma_boxes(a.cache) ? 0
+             : fills               ? common_divisor(a.cache.block_size, most_keys) / 8
+                                   : 1;
+  plan.fills = fills;
   const bool listed = shape::LATENTS && a.listed; /* a list is one token's */
   plan.tokens_tile = a.starts && !listed ? shape::ROWS / heads_each : 1;
   plan.by_tile = divisor(plan.tokens_tile);
@@ -152,7 +164,7 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
            (plan.entries + 1) * sizeof(uint32_t);
   }
   /* As many KV heads at once as half of the L2 holds, if these are enough to do. */
-  const int64_t bytes = room * shape::D * (shape::BYTES ? 2 : 4);
+  const int64_t bytes = room * 2 * a.cache.key.bytes_row;
   int64_t section = l2_bytes(device) / 2 / (bytes > 0 ? bytes : 1) * plan.subgroups;
   const int64_t enough = (4 * sm_count + busy - 1) / busy;
   if (section < enough) section = enough;
@@ -171,7 +183,7 @@ int launch_wgmma_combine(const kvl_paged_attention_args &a, const wgmma_plan &pl
 template <class T, class shape, class F>
 int launch_planned(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool hooked,
                    const kvl_cuda_queue *q, F start) {
-  CUtensorMap map;
+  wgmma_maps map;
   int status = map_cache<T, shape>(a.cache, plan.box, &map);
   if (status < 0) return status;
   if (plan.shares > 0) {
@@ -195,7 +207,7 @@ int launch_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   wgmma_plan plan;
   plan_wgmma<shape>(a, q->device, q->sm_count, plan);
   return launch_planned<T, shape>(
-      a, plan, false, q, [&](int grid, bool programmatic, const CUtensorMap &map) {
+      a, plan, false, q, [&](int grid, bool programmatic, const wgmma_maps &map) {
         int status = allow_shared<paged_wgmma<T, shape, BIASED>>(q, shape::SHARED_BYTES);
         if (status == KVL_OK) status = prefer_shared<paged_wgmma<T, shape, BIASED>>(q);
         if (status < 0) return status;
@@ -207,12 +219,13 @@ int launch_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
       });
 }
 
-/* The result of f with a head_dim that wgmma_takes, as a constant. */
+/* The result of f with D of the kernel for a head_dim, as a constant: the least that holds it,
+ * but for 72 to 88, whose last 32 numbers would be small copies. */
 template <class F> auto with_wgmma_dim(int dim, F f) {
-  if (dim == 64) return f(std::integral_constant<int, 64>());
+  if (dim <= 64) return f(std::integral_constant<int, 64>());
   if (dim == 96) return f(std::integral_constant<int, 96>());
-  if (dim == 128) return f(std::integral_constant<int, 128>());
-  if (dim == 192) return f(std::integral_constant<int, 192>());
+  if (dim <= 128) return f(std::integral_constant<int, 128>());
+  if (dim <= 192) return f(std::integral_constant<int, 192>());
   return f(std::integral_constant<int, 256>());
 }
 

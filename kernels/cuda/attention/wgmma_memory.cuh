@@ -214,7 +214,7 @@ __device__ __forceinline__ void tell_changes(bool V, const key_scale &scale,
  * first lane of a box copies it; a box that does not exist lies outside of the map, and becomes
  * zeros. */
 template <class shape, bool V>
-__device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap &map,
+__device__ void bring_tiles(const kvl_paged_attention_args &a, const wgmma_maps &maps,
                             const wgmma_plan &plan, wgmma_memory<shape> &memory) {
   constexpr int GROUPS = shape::GROUPS, STAGES = shape::STAGES;
   const int lane = threadIdx.x % WARP, g = lane % GROUPS, block_size = a.cache.block_size;
@@ -267,7 +267,12 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const CUtensorMap
       if (lane == 0) barrier_arrive_expect(arrive, bytes);
       else if (!V || shape::BYTES) barrier_arrive(full);
       __syncwarp();
-      if (leads) copy_box(to + shape::came(g), &map, from, row, arrive);
+      const uint32_t at = to + shape::came(g);
+      if (leads && (plan.fills || shape::PARTS > 1))
+        copy_box(at, &maps.rows, 0, from, row, arrive);
+      if (leads && !plan.fills)
+        copy_box(at + (shape::PARTS - 1) * shape::CAME_ATOM_BYTES, &maps.last,
+                 shape::D - shape::ATOM, from, row, arrive);
       if constexpr (shape::PACKED)
         if (leads && there)
           copy_bytes(memory.tile_scales(V, s) + g * shape::SCALES_GROUP_BYTES,
@@ -302,7 +307,6 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
                            wgmma_memory<shape> &memory, bool V, int share) {
   constexpr int KEYS = shape::KEYS, STAGES = shape::STAGES, MINE = KEYS / shape::COPIERS;
   constexpr int EACH = (MINE + WARP - 1) / WARP;
-  constexpr int ROW_BYTES = shape::BYTES ? shape::D : 2 * shape::D;
   constexpr int ATOM_ROW = shape::BYTES ? shape::ATOM : 2 * shape::ATOM; /* bytes */
   constexpr int IN_ATOM = ATOM_ROW / 16, ROWS = WARP / IN_ATOM;          /* of one copy */
   constexpr int AHEAD = STAGES > 2 ? 2 : 1;
@@ -318,9 +322,10 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
                 (shape::BYTES ? (r % 8 + 4 * i) * ATOM_ROW + piece * 16
                               : swizzled<IN_ATOM>((r + 4 * i) % 8, piece));
   const char *const cache = (const char *)a.cache.memory;
+  const int row_bytes = a.cache.key.bytes_row;
   /* Row `row` of all strips begins here; scales lie between strips. */
   auto row_at = [&](uint32_t row) {
-    int64_t at = (int64_t)row * ROW_BYTES;
+    int64_t at = (int64_t)row * row_bytes;
     if (shape::PACKED)
       at += (int64_t)plan.by_block.quotient(row) * block_size * (2 * shape::SCALES);
     return at;
@@ -365,7 +370,7 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
           const bool there = found != NO_ROW;
           const uint32_t own = there ? found : 0;
           const int64_t at = ((int64_t)plan.by_block.quotient(own) + 1) * block_size *
-                                 ROW_BYTES +
+                                 row_bytes +
                              (int64_t)own * (2 * shape::SCALES);
           if (lane < PIECES)
             copy_async(memory.tile_scales(V, s) + (j * PIECES + lane) * 16,
@@ -405,7 +410,8 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
         const uint32_t at = to + shape::came(mine / 8 + first / 8) + places[first % 8 / 4];
 #pragma unroll
         for (int part = 0; part < shape::PARTS; part++)
-          copy_async(at + part * 8 * ATOM_ROW, from + part * ATOM_ROW, there);
+          copy_async(at + part * 8 * ATOM_ROW, from + part * ATOM_ROW,
+                     there && part * ATOM_ROW + piece * 16 < row_bytes);
       }
       copy_commit();
       step++;
@@ -454,14 +460,14 @@ __device__ __forceinline__ float queries_to_f16(uint32_t at, int bytes) {
 template <class T, class shape>
 __device__ void bring_queries(const kvl_paged_attention_args &a,
                               wgmma_memory<shape> &memory) {
-  constexpr int D = shape::D, QS = shape::Q_STAGES, PIECES = D / 8;
+  constexpr int QS = shape::Q_STAGES, PIECES = shape::D / 8;
   constexpr int IN_ATOM = shape::ATOM / 8, ROW_BYTES = 2 * shape::ATOM;
   constexpr int SETS = shape::ROWS / WARP;
-  const int lane = threadIdx.x % WARP;
+  const int lane = threadIdx.x % WARP, head_dim = a.cache.key.dim;
   uint32_t step = 0;
   each_work<shape>(memory, [&](const wgmma_work &w) {
     const query_rows rows = w.rows();
-    const T *q = (const T *)a.q + (rows.token0 * a.heads + w.head0) * D;
+    const T *q = (const T *)a.q + (rows.token0 * a.heads + w.head0) * head_dim;
     /* Where rows `lane`, `lane` + 32, ... begin, in rows of q; -1: there is no such row. */
     int begins[SETS];
 #pragma unroll
@@ -480,7 +486,8 @@ __device__ void bring_queries(const kvl_paged_attention_args &a,
         const int begin = __shfl_sync(ALL_LANES, begins[h], r);
         copy_async(
             to + piece / IN_ATOM * 64 * ROW_BYTES + swizzled<IN_ATOM>(row, piece % IN_ATOM),
-            begin < 0 ? q : q + (int64_t)begin * D + piece * 8, begin >= 0);
+            begin < 0 ? q : q + (int64_t)begin * head_dim + piece * 8,
+            begin >= 0 && piece * 8 < head_dim);
       }
     }
     copy_commit();

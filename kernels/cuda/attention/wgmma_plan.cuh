@@ -94,6 +94,7 @@ template <int D_, class C_ = void, wgmma_kind KIND = WGMMA_MANY> struct wgmma_sh
   static constexpr int SHARES = PACKED ? 4 : F8 ? 2 : 1, SHARE_GROUPS = GROUPS / SHARES;
   static constexpr int SHARE_BYTES = TILE_BYTES / SHARES;
   static constexpr int CAME_GROUP_BYTES = BYTES ? GROUP_BYTES / 2 : GROUP_BYTES;
+  static constexpr int CAME_ATOM_BYTES = CAME_GROUP_BYTES / PARTS;
   static __device__ __forceinline__ int came(int group) {
     if (!BYTES) return group * GROUP_BYTES;
     const int share = group / SHARE_GROUPS;
@@ -112,9 +113,15 @@ template <int D_, class C_ = void, wgmma_kind KIND = WGMMA_MANY> struct wgmma_sh
 
 constexpr int NO_KEYS = INT_MAX - 8; /* the index of keys that do not exist */
 
+/* How TMA copies the cache: its rows, or all atoms of them but the last, and the last. */
+struct wgmma_maps {
+  CUtensorMap rows, last;
+};
+
 /* What the host works out. */
 struct wgmma_plan {
-  int box; /* how many groups of eight keys one copy brings; 0: a copy brings 16 bytes */
+  int box;    /* how many groups of eight keys one copy brings; 0: a copy brings 16 bytes */
+  bool fills; /* a row has D numbers; else its last atom is copied by itself */
   int tokens_tile, subgroups, lanes, rows_most; /* rows_most: of an item */
   divisor by_tile, by_block;                    /* by tokens_tile and block_size */
   int entries;    /* tiles of tokens that there may be; some of them have no tokens */
@@ -126,7 +133,7 @@ struct wgmma_plan {
    * whole) of at least so many tiles; and the partial results of `rows` query rows each: of
    * the shares in which an item goes on, then of those in which it begins. */
   int side, shares, least, rows;
-  float *out;       /* [2 * shares, side, rows, head_dim] */
+  float *out;       /* [2 * shares, side, rows, value dim] */
   float *lse;       /* [2 * shares, side, rows], in base 2 */
   uint32_t *firsts; /* [entries + 1]: the tiles before each entry, and all of them */
   __host__ __device__ int groups() const { return lanes / side; }

@@ -71,10 +71,11 @@ template <class T, class shape> struct wgmma_state {
     store_late_if_negative(shared, sum[0] + sum[1]);
   }
   /* The same for softly capped scores cap * tanh(x) of |x| up to CAP_SMALL (TINY: CAP_TINY),
-   * with x = s * by; the relative error of tanh is 7e-7. No exponential is needed for it. */
-  template <bool TINY>
+   * with x = s * by; the relative error of tanh is 7e-7. No exponential is needed for it. What
+   * is added to score i is rest(i). */
+  template <bool TINY, class F>
   __device__ __forceinline__ void weigh_capped(const float &shared, float (&sum)[2], float by,
-                                               float cap, const float (&shift)[2]) {
+                                               float cap, F rest) {
     const float by2 = by * by, c1 = cap * by, by3 = c1 * by2, by5 = by3 * by2;
     const float by7 = by5 * by2, by9 = by7 * by2;
     const float c3 = by3 * (TINY ? -0.333245714f : -0.333296676f);
@@ -82,7 +83,7 @@ template <class T, class shape> struct wgmma_state {
     const float c7 = by7 * -0.0502779161f, c9 = by9 * 0.0131057987f;
     weigh_by(shared, sum, [&](int i, float product) {
       const float y = product * product, high = TINY ? c5 : (c9 * y + c7) * y + c5;
-      return product * ((high * y + c3) * y + c1) - shift[i / 2 & 1];
+      return product * ((high * y + c3) * y + c1) + rest(i);
     });
   }
   /* The size of the largest product; NaN does not count. */
@@ -193,7 +194,7 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
                                                   const wgmma_state<M, shape> &x, int i,
                                                   int r) {
   constexpr int D = shape::D;
-  const int lane = threadIdx.x % WARP, pair = lane % 4 * 2;
+  const int lane = threadIdx.x % WARP, pair = lane % 4 * 2, head_dim = a.cache.value.dim;
   const query_rows rows = w.rows();
   const bool has = r < rows.count;
   const float sum = warp_sum<4>(x.l[i]), m = x.m[i];
@@ -206,8 +207,9 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
     if (pair == 0) plan.lse[row] = mends ? NAN : sum == 0.f ? -INFINITY : m + log2f(sum);
 #pragma unroll
     for (int n = 0; n < D / 8; n++)
-      *(float2 *)(plan.out + row * D + n * 8 + pair) = make_float2(
-          x.out[4 * n + 2 * i] * scale, x.out[4 * n + 2 * i + 1] * scale);
+      if (n * 8 < head_dim)
+        *(float2 *)(plan.out + row * head_dim + n * 8 + pair) = make_float2(
+            x.out[4 * n + 2 * i] * scale, x.out[4 * n + 2 * i + 1] * scale);
     return;
   }
   const int64_t row = rows.token(r) * a.heads + rows.head(r);
@@ -233,8 +235,9 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
     turn_quad(odd, lane);
 #pragma unroll
     for (int b = 0; b < 4; b++) y[2 * b] = even[b], y[2 * b + 1] = odd[b];
-    const int64_t at = row * D + (n + lane % 4) * 8;
-    if (!writes) continue;
+    const int dim = (n + lane % 4) * 8;
+    const int64_t at = row * head_dim + dim;
+    if (!writes || dim >= head_dim) continue;
     finish(a, end, at, y);
     store_out(a, at, y);
   }
@@ -257,7 +260,7 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
                                                  int r) {
   constexpr int D = shape::D, COLUMNS = shape::ATOM, PIECES = COLUMNS / 8;
   constexpr int ROWS = WARP / PIECES; /* that are stored at once */
-  const int lane = threadIdx.x % WARP;
+  const int lane = threadIdx.x % WARP, head_dim = a.cache.value.dim;
   const query_rows rows = w.rows();
   const float v_scale = value_scale<shape>(a, w);
   float scale[2];
@@ -276,9 +279,10 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
 #pragma unroll
   for (int j = 0; j < 16 / ROWS; j++) {
     const int row = r + j * ROWS + lane / PIECES;
-    to[j] = row < rows.count ? (T *)a.out + (rows.token(row) * a.heads + rows.head(row)) * D +
-                                   lane % PIECES * 8
-                             : nullptr;
+    to[j] = row < rows.count
+                ? (T *)a.out + (rows.token(row) * a.heads + rows.head(row)) * head_dim +
+                      lane % PIECES * 8
+                : nullptr;
   }
 #pragma unroll
   for (int c = 0; c < D / COLUMNS; c++) {
@@ -299,7 +303,8 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
     for (int j = 0; j < 16 / ROWS; j++) {
       const uint4 y = load_shared(at +
                                   swizzled<PIECES>(j * ROWS + lane / PIECES, lane % PIECES));
-      if (to[j]) *(uint4 *)(to[j] + c * COLUMNS) = y;
+      if (to[j] && c * COLUMNS + lane % PIECES * 8 < head_dim)
+        *(uint4 *)(to[j] + c * COLUMNS) = y;
     }
   }
 }
@@ -339,7 +344,8 @@ __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
                                              wgmma_state<M, shape> &x) {
   using C = typename shape::template cache<T>;
   const query_rows rows = w.rows();
-  const int D = shape::D, block_size = a.cache.block_size, pair = threadIdx.x % 4 * 2;
+  const int head_dim = a.cache.key.dim, block_size = a.cache.block_size;
+  const int pair = threadIdx.x % 4 * 2;
   const score_rule rule(a);
   float by = 1.f; /* the products that the consumer had, of f8e4m3 scaled, are by * q k */
   if (shape::F8) {
@@ -358,11 +364,11 @@ __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
     const C *k = (const C *)((const char *)a.cache.memory +
                              kvl__row_at(&a.cache, &a.cache.key, max(at.physical, 0),
                                          w.kv_head, token));
-    const T *q = (const T *)a.q + (rows.token(own) * a.heads + rows.head(own)) * D;
+    const T *q = (const T *)a.q + (rows.token(own) * a.heads + rows.head(own)) * head_dim;
     const bool is_bf16 = shape::F8 && a.dtype == KVL_DTYPE_BF16;
     float s = 0.f;
 #pragma unroll 1
-    for (int d = 0; d < D; d++) {
+    for (int d = 0; d < head_dim; d++) {
       float x = to_float(k[d]);
       if constexpr (shape::PACKED) /* as the converters do */
         x = to_float(from_float<T>(

@@ -2,8 +2,10 @@
 -- them as the reference says, numbers that are not finite included. More of them:
 -- ./kvlab run spec/random_kernels.lua --set place=products --set target=emulated
 local compiler = require "kvlab.kernel.run.compiler"
+local cuda_products = require "kvlab.kernel.print.cuda_products"
 local emulation = require "spec.emulation"
 local expressions = require "spec.expressions"
+local files = require "kvlab.files"
 local kv = require "kvlab"
 local nvrtc = require "kvlab.kernel.run.nvrtc"
 local print_cuda = require "kvlab.kernel.print.cuda"
@@ -91,6 +93,19 @@ describe("a sum over dim", function()
     assert.is_true(ok, why)
     assert.same({ sm_75 = false, sm_80 = true, sm_86 = false, sm_90a = true,
                   sm_120 = false }, kernels)
+  end)
+
+  it("knows of each architecture what kernels/cuda/architecture.cuh says", function()
+    local text = files.read(kv.paths.root .. "/kernels/cuda/architecture.cuh")
+    local count = 0
+    for number, block, sm in text:gmatch "{(%d+), (%d+), (%d+), %d+}," do
+      assert.same({ tonumber(block), tonumber(sm) },
+        cuda_products.limits_of("sm_" .. number))
+      assert.same(cuda_products.limits_of("sm_" .. number),
+        cuda_products.limits_of("compute_" .. number))
+      count = count + 1
+    end
+    assert.equal(6, count)
   end)
 
   it("is compiled in CUDA, without a GPU", function()

@@ -1,7 +1,8 @@
 /* The kernels for attention over listed tokens: which of them takes a call, and its launch.
  *
  * Kernels   listed_mma.cuh   16-bit q: tensor cores, asynchronous copies
- *           listed_f32.cuh   f32 q, int8, or more rows than 32 bits number
+ *           listed_f32.cuh   f32 q, int8, more rows than 32 bits number, or rows of more than
+ *                            256 bytes where tiles are small
  *           listed.cuh       the source of keys, and what joins the parts of a list
  * Bytes     2 max_selected head_dim element per token and KV head, once for all heads of the
  *           group; limit: memory for a few tokens; L2 for those of a prompt, which share keys
@@ -41,8 +42,7 @@ int launch(const hooked &h, const char *name, int rows, int tile, int blocks, in
            int bytes, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
   listed_plan plan = {};
-  if (h.hook && a.dtype != KVL_DTYPE_F32 && !kvl__packs(a.cache.codec))
-    plan.notes = (uint8_t *)a.workspace;
+  if (h.hook && lists_by_mma(a, q)) plan.notes = (uint8_t *)a.workspace;
   plan.block = divisor(a.cache.block_size);
   plan.subgroups = ceil_div(a.heads / a.cache.kv_heads, rows);
   const int64_t units = (int64_t)a.cache.kv_heads * plan.subgroups;
@@ -61,11 +61,16 @@ int launch(const hooked &h, const char *name, int rows, int tile, int blocks, in
 
 template <class T, class C, int D, int MW>
 int launch_mma(const hooked &h, const kvl_cuda_queue *q) {
-  using shape = listed_shape<D, MW, same<C, f8e4m3>>;
   char name[64];
   snprintf(name, sizeof name, "listed_%s_%d_%d%s", type_name<T>, D, MW, codec_suffix<C>);
-  return launch<listed_mma<T, C, D, MW>>(h, name, shape::ROWS, shape::KEYS, shape::BLOCKS,
-                                         shape::THREADS, shape::SHARED_BYTES, q);
+  return with_tiles(q->code, [&](auto tiles) {
+    using shape = listed_shape<D, MW, same<C, f8e4m3>, tiles.value>;
+    static_assert(!shape::FITS ||
+                  fits(tiles.value, shape::SHARED_BYTES + sizeof(listed_tiles<shape>) + 1024,
+                       shape::THREADS));
+    return launch<listed_mma<T, C, D, MW>>(h, name, shape::ROWS, shape::KEYS, shape::BLOCKS,
+                                           shape::THREADS, shape::SHARED_BYTES, q);
+  });
 }
 
 template <class T, class C, int D>
@@ -84,11 +89,14 @@ template <class T, class C> int launch_dim(const hooked &h, const kvl_cuda_queue
 }
 
 template <class C, int D, int ROWS> int launch_f32(const hooked &h, const kvl_cuda_queue *q) {
-  using shape = f32_shape<C, D>;
   char name[64];
   snprintf(name, sizeof name, "f32_listed_%s_%d_%d", type_name<C>, D, ROWS);
-  return launch<listed_f32<C, D, ROWS>>(h, name, ROWS, shape::KEYS * shape::WARPS, 2,
-                                        shape::WARPS * WARP, shape::SHARED_BYTES, q);
+  return with_tiles(q->code, [&](auto tiles) {
+    using shape = f32_shape<C, D, tiles.value>;
+    return launch<listed_f32<C, D, ROWS>>(h, name, ROWS, shape::KEYS * shape::WARPS,
+                                          shape::BLOCKS, shape::THREADS, shape::SHARED_BYTES,
+                                          q);
+  });
 }
 
 template <class C, int D> int launch_f32_group(const hooked &h, const kvl_cuda_queue *q) {
@@ -112,12 +120,17 @@ template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
   return with_codec<T>(h.base.cache.codec, [&](auto of) {
     using C = typename decltype(of)::C;
     if constexpr (!packs<C>)
-      if (numbers_rows(h.base.cache)) return launch_dim<T, C>(h, q);
+      if (lists_by_mma(h.base, q)) return launch_dim<T, C>(h, q);
     return launch_f32_dim<C>(h, q);
   });
 }
 
 }  // namespace
+
+bool lists_by_mma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  return a.dtype != KVL_DTYPE_F32 && !kvl__packs(a.cache.codec) && numbers_rows(a.cache) &&
+         (tiles_of(q->code) == LARGE_TILES || a.cache.key.bytes_row <= 256);
+}
 
 int launch_listed(const hooked &h, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;

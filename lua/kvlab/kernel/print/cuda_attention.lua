@@ -61,13 +61,12 @@ local WGMMA = [[
 using shape = kvl::wgmma_shape<%d, %s>;
 extern "C" __global__ void __launch_bounds__(shape::THREADS, 1)
     wgmma_%s_%d%s(const __grid_constant__ kvl_paged_attention_args a,
-                  const __grid_constant__ CUtensorMap map,
+                  const __grid_constant__ kvl::wgmma_maps maps,
                   const __grid_constant__ kvl::wgmma_plan plan,
                   const __grid_constant__ policy_hook hook) {
-  kvl::wgmma_attention<%s, shape, true>(a, map, plan, hook);
+  kvl::wgmma_attention<%s, shape, true>(a, maps, plan, hook);
 }
 ]]
-local WGMMA_DIMS = { [64] = true, [96] = true, [128] = true, [192] = true, [256] = true }
 local F32 = [[
 extern "C" __global__ void __launch_bounds__(kvl::f32_shape<%s, %d>::WARPS *kvl::WARP, 2)
     f32_%s_%s_%d_%d(const __grid_constant__ kvl_paged_attention_args a,
@@ -100,10 +99,17 @@ local function size_for(n, ...)
   end
 end
 
+--- Has code for a target large tiles? See kernels/cuda/architecture.cuh.
+local function has_large_tiles(target)
+  local number = tonumber(target:match "%d+")
+  return number >= 90 and number < 120
+end
+
 --- The same over listed tokens. The rules are those of instances/listed.cu.
-local function listed_kernel(dim, group, q, kv, last, mend)
+local function listed_kernel(dim, group, q, kv, last, mend, target)
   local size = size_for(dim, 64, 128, 256)
-  if q == "f32" or pages.CODECS[kv].packs then
+  local fits = has_large_tiles(target) or kv == "f8e4m3" or dim <= 128
+  if q == "f32" or pages.CODECS[kv].packs or not fits then
     local rows = group > 4 and 8 or 4
     return "listed_f32", LISTED_SHAPE:format(("f32_shape<%s, %d>"):format(CPP[kv], size))
       .. LISTED:format("shape::WARPS *kvl::WARP", "2",
@@ -127,7 +133,9 @@ local function attention_kernel(plan, target)
   local is_packed, is_f8 = pages.CODECS[kv].packs, kv == "f8e4m3"
   local last = is_f8 and "_f8" or is_packed and "_int8" or ""
   local mend = MEND:format(SHORT[q], last, CPP[q], CPP[kv])
-  if plan.is_listed then return listed_kernel(dim, group, q, kv, last, mend) end
+  if plan.is_listed then
+    return listed_kernel(dim, group, q, kv, last, mend, target)
+  end
   if q == "f32" then
     local rows = (plan.is_prefill or group > 4) and 8 or 4
     local size = size_for(dim, 64, 128, 256)
@@ -137,16 +145,19 @@ local function attention_kernel(plan, target)
       plan.is_prefill and "int subgroups" or "kvl::split_place place", phase, CPP[kv],
       size, rows, second)
   end
-  if plan.is_prefill and target == "sm_90a" and WGMMA_DIMS[dim] then
+  if target == "sm_90a" and (plan.is_prefill or group > 16 and not plan.keeps) then
     local element = last == "" and "void" or CPP[kv]
-    return "paged_wgmma", WGMMA:format(dim, element, SHORT[q], dim, last, CPP[q]) .. mend
+    local size = dim == 96 and 96 or size_for(dim, 64, 128, 192, 256)
+    return "paged_wgmma",
+      WGMMA:format(size, element, SHORT[q], size, last, CPP[q]) .. mend
   end
   if plan.is_prefill then
     local size = size_for(dim, 64, 96, 128, 192, 256)
     return "paged_prefill", PREFILL:format(size, SHORT[q], size, last, CPP[q], size,
       CPP[kv]) .. mend
   end
-  local size, rows = size_for(dim, 64, 128, 256), is_packed and group <= 8 and 8 or 16
+  local size = size_for(dim, 64, 128, 256)
+  local rows = is_packed and group <= 8 and 8 or 16
   local name = is_packed and ("%s_%d"):format(last, rows) or last
   return "paged_decode", DECODE:format(size, CPP[kv], rows, SHORT[q], size, name, CPP[q],
     size, CPP[kv], rows) .. mend

@@ -26,10 +26,13 @@ local SHARED = { [80] = { 163, 164 }, [86] = { 99, 100 }, [87] = { 163, 164 },
                  [89] = { 99, 100 }, [120] = { 99, 100 }, [121] = { 99, 100 } }
 local SHARED_OTHERS = { 227, 228 }
 
---- The same for a target, "sm_90a", or what is no GPU.
-local function limits_of(target)
-  return SHARED[tonumber(target:match "^sm_(%d+)") or 90] or SHARED_OTHERS
+--- The architecture of a target, "sm_90a" or "compute_80"; 90 for what is no GPU.
+local function number_of(target)
+  return tonumber(target:match "^sm_(%d+)" or target:match "^compute_(%d+)") or 90
 end
+
+--- The same for a target.
+local function limits_of(target) return SHARED[number_of(target)] or SHARED_OTHERS end
 
 --- The ring of each warp: score_ring of score_mma.cuh.
 local function ring_of(size, dim, rows)
@@ -66,7 +69,7 @@ end
 ---@param target string  "sm_90a", or what is no GPU
 ---@return table|nil
 function M.find(plan, target)
-  local sm = tonumber(target:match "^sm_(%d+)") or 90
+  local sm = number_of(target)
   if plan.place ~= "score" or sm < 80 then return nil end
   local dim, group = plan.sizes.dim, plan.sizes.head
   if dim % 8 ~= 0 or dim > 256 then return nil end

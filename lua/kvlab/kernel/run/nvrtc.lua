@@ -13,6 +13,8 @@ int nvrtcCreateProgram(nvrtcProgram *program, const char *source, const char *na
 int nvrtcCompileProgram(nvrtcProgram program, int n, const char *const *options);
 int nvrtcGetCUBINSize(nvrtcProgram program, size_t *size);
 int nvrtcGetCUBIN(nvrtcProgram program, char *cubin);
+int nvrtcGetPTXSize(nvrtcProgram program, size_t *size);
+int nvrtcGetPTX(nvrtcProgram program, char *ptx);
 int nvrtcGetProgramLogSize(nvrtcProgram program, size_t *size);
 int nvrtcGetProgramLog(nvrtcProgram program, char *log);
 int nvrtcDestroyProgram(nvrtcProgram *program);
@@ -72,9 +74,9 @@ local function log_of(lib, program)
   return ffi.string(text)
 end
 
---- Compiles a source to a cubin.
+--- Compiles a source to a cubin, or for a virtual architecture to PTX.
 ---@param source string
----@param target string  "sm_90a"
+---@param target string  "sm_90a", or "compute_80"
 ---@return string|nil image  nil: it could not be compiled
 ---@return string|nil why
 function M.compile(source, target)
@@ -98,9 +100,10 @@ function M.compile(source, target)
   local image
   if status == 0 then
     local size = ffi.new "size_t[1]"
-    lib.nvrtcGetCUBINSize(program[0], size)
+    local is_ptx = target:find "^compute_" ~= nil
+    lib[is_ptx and "nvrtcGetPTXSize" or "nvrtcGetCUBINSize"](program[0], size)
     local bytes = ffi.new("char[?]", size[0])
-    lib.nvrtcGetCUBIN(program[0], bytes)
+    lib[is_ptx and "nvrtcGetPTX" or "nvrtcGetCUBIN"](program[0], bytes)
     image = ffi.string(bytes, size[0])
   else
     why = "NVRTC failed: " .. log_of(lib, program[0]):sub(1, 2000)
