@@ -247,8 +247,8 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
   template <bool MAY_FUSE> __device__ __forceinline__ void weigh(uint32_t k) {
     const bool masked = span.x < low || span.y > high;
     bool fused = false, tiny = false;
-    if (BIASED && MAY_FUSE && exists) {
-      fused = (!H::ACTIVE || (!capped() && !a.alibi)) && ready && !masked &&
+    if (BIASED && MAY_FUSE) {
+      fused = exists && (!H::ACTIVE || (!capped() && !a.alibi)) && ready && !masked &&
               span.y - span.x == KEYS - 1;
       const float by = shape::F8 ? rule.scale * key_size() : rule.scale;
       if (capped()) {

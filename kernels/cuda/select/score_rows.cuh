@@ -216,10 +216,10 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
   }
 }
 
-/* 16 summaries of 16-bit numbers in shared memory, each of ROWS rows, for heads whose queries
- * do not fit beside them: many heads, or many numbers, as of latents. The warps share the
- * heads, eight at a time, and load their queries as they multiply. A row of a tile takes a
- * multiple of 8 pieces and 4 more, so that 8 lanes hit every bank once. */
+/* G times 16 summaries of 16-bit numbers in shared memory, each of ROWS rows, for many heads, or
+ * heads whose queries do not fit beside them, as those of latents. The warps share the heads,
+ * eight at a time, and load their queries as they multiply. A row of a tile takes a multiple of 8
+ * pieces and 4 more, so that 8 lanes hit every bank once. */
 __host__ __device__ __forceinline__ int wide_row(int head_dim) {
   return (head_dim / 8 + 7) / 8 * 8 + 4; /* in pieces of 16 bytes */
 }
@@ -275,10 +275,10 @@ template <> struct wide_queries<__nv_bfloat16, float> {
   }
 };
 
-template <class T, class Q, score_kind KIND>
+template <class T, class Q, score_kind KIND, int G>
 __global__ void __launch_bounds__(256)
     score_rows_wide(const __grid_constant__ score_call a, int tiles) {
-  constexpr int ROWS = KIND == SCORE_MINMAX ? 2 : 1, ITEMS = 16, WARPS = 256 / WARP;
+  constexpr int ROWS = KIND == SCORE_MINMAX ? 2 : 1, ITEMS = 16 * G, WARPS = 256 / WARP;
   extern __shared__ __align__(16) uint4 rows[]; /* [ROWS][ITEMS][row] */
   __shared__ float parts[WARPS][ITEMS];
   const int group = (int)(a.heads / a.kv_heads), head_dim = (int)a.head_dim;
@@ -308,45 +308,62 @@ __global__ void __launch_bounds__(256)
   }
   __syncthreads();
   const bool is_max = a.group == KVL_GROUP_MAX;
-  float joined[2] = {is_max ? -INFINITY : 0.f, is_max ? -INFINITY : 0.f};
-  const uint4 *const x0 = rows + lane / 4 * row, *const x1 = x0 + 8 * row;
+  float joined[G][2];
+#pragma unroll
+  for (int g = 0; g < G; g++) joined[g][0] = joined[g][1] = is_max ? -INFINITY : 0.f;
+  const uint4 *const x0 = rows + lane / 4 * row;
   for (int h0 = warp * 8; h0 < group; h0 += WARPS * 8) {
     const int mine = min(h0 + lane / 4, group - 1);
     const Q *const q = (const Q *)a.q + (seq * a.heads + kv_head * group + mine) * head_dim;
     /* The tensor cores truncate sums where they should round, so these are short. */
-    float sums[2][4] = {}, all[4] = {};
-#pragma unroll 4
+    float sums[G][2][4] = {}, all[G][4] = {};
+#pragma unroll(G > 1 ? 1 : 4)
     for (int j = 0; j < steps; j++) {
       const int piece = lane % 4 + 4 * j;
       const wide_queries<T, Q> of(q + 8 * piece, piece < pieces);
 #pragma unroll
       for (int r = 0; r < ROWS; r++) {
-        const uint4 u = x0[r * ITEMS * row + piece], v = x1[r * ITEMS * row + piece];
-        const uint32_t a0[4] = {u.x, v.x, u.y, v.y}, a1[4] = {u.z, v.z, u.w, v.w};
+        uint32_t a0[G][4], a1[G][4];
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+          const uint4 *const from = x0 + (r * ITEMS + 16 * g) * row + piece;
+          const uint4 u = from[0], v = from[8 * row];
+          a0[g][0] = u.x, a0[g][1] = v.x, a0[g][2] = u.y, a0[g][3] = v.y;
+          a1[g][0] = u.z, a1[g][1] = v.z, a1[g][2] = u.w, a1[g][3] = v.w;
+        }
         of.template each_term<ROWS>(r, [&](const uint4 &b) {
-          mma(sums[0], a0, b.x, b.y, T());
-          mma(sums[1], a1, b.z, b.w, T());
+#pragma unroll
+          for (int g = 0; g < G; g++) {
+            mma(sums[g][0], a0[g], b.x, b.y, T());
+            mma(sums[g][1], a1[g], b.z, b.w, T());
+          }
         });
       }
       if (j % 4 < 3 && j + 1 < steps) continue;
 #pragma unroll
+      for (int g = 0; g < G; g++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          all[g][i] += sums[g][0][i] + sums[g][1][i];
+          sums[g][0][i] = sums[g][1][i] = 0.f;
+        }
+    }
+#pragma unroll
+    for (int g = 0; g < G; g++)
+#pragma unroll
       for (int i = 0; i < 4; i++) {
-        all[i] += sums[0][i] + sums[1][i];
-        sums[0][i] = sums[1][i] = 0.f;
+        const float x = all[g][i];
+        float &to = joined[g][i / 2];
+        if (h0 + lane % 4 * 2 + i % 2 < group) to = is_max ? fmaxf(to, x) : to + x;
       }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float x = all[i];
-      if (h0 + lane % 4 * 2 + i % 2 >= group) continue;
-      joined[i / 2] = is_max ? fmaxf(joined[i / 2], x) : joined[i / 2] + x;
-    }
   }
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const float x = is_max ? warp_max<4>(joined[i]) : warp_sum<4>(joined[i]);
-    if (lane % 4 == 0) parts[warp][lane / 4 + 8 * i] = x;
-  }
+  for (int g = 0; g < G; g++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float x = is_max ? warp_max<4>(joined[g][i]) : warp_sum<4>(joined[g][i]);
+      if (lane % 4 == 0) parts[warp][16 * g + lane / 4 + 8 * i] = x;
+    }
   __syncthreads();
   const int item = threadIdx.x;
   if (item >= ITEMS || first + item >= a.max_blocks) return;
@@ -455,41 +472,57 @@ int launch_score_of(const score_call &a, const kvl_cuda_queue *q) {
   return launch_score_dim<T, 256, KIND>(a, q);
 }
 
-template <class T, class Q, score_kind KIND>
+template <class T, class Q, score_kind KIND, int G>
 int launch_score_wide(const score_call &a, const kvl_cuda_queue *q) {
   constexpr int ROWS = KIND == SCORE_MINMAX ? 2 : 1;
   if (a.head_dim % 8 || !aligned16(a.rows, a.q) || a.head_stride % 8 || a.block_stride % 8)
     return KVL_ERR_UNSUPPORTED;
-  const int64_t bytes = (int64_t)ROWS * 16 * wide_row((int)a.head_dim) * 16;
-  if (bytes > 96 * 1024 || bytes > q->shared_optin) return KVL_ERR_UNSUPPORTED;
-  int status = allow_shared<score_rows_wide<T, Q, KIND>>(q, 96 * 1024);
+  constexpr int MOST = 80 * 1024, ITEMS = 16 * G;
+  const int64_t bytes = (int64_t)ROWS * ITEMS * wide_row((int)a.head_dim) * 16;
+  const int64_t tiles = (a.max_blocks + ITEMS - 1) / ITEMS,
+                blocks = tiles * a.seqs * a.kv_heads;
+  if constexpr (G > 1)
+    if (bytes > MOST || blocks < 2 * q->sm_count)
+      return launch_score_wide<T, Q, KIND, G / 2>(a, q);
+  if (bytes > MOST) return KVL_ERR_UNSUPPORTED;
+  int status = allow_shared<score_rows_wide<T, Q, KIND, G>>(q, MOST);
   if (status < 0) return status;
-  const int tiles = (int)((a.max_blocks + 15) / 16);
-  return launch_programmatic(score_rows_wide<T, Q, KIND>,
-                             (unsigned)(tiles * a.seqs * a.kv_heads), 256, (size_t)bytes, q,
-                             a, tiles);
+  return launch_programmatic(score_rows_wide<T, Q, KIND, G>, (unsigned)blocks, 256,
+                             (size_t)bytes, q, a, (int)tiles);
+}
+
+constexpr int WIDE_HEADS = 48; /* from so many on, score_rows_wide is the faster one */
+
+/* A mean, or least and greatest numbers, for many heads. */
+template <score_kind KIND>
+int launch_score_wide(const score_call &a, const kvl_cuda_queue *q) {
+  constexpr int G = 4;
+  if (a.rows_dtype == KVL_DTYPE_BF16 && a.dtype == KVL_DTYPE_BF16)
+    return launch_score_wide<__nv_bfloat16, __nv_bfloat16, KIND, G>(a, q);
+  if (a.rows_dtype == KVL_DTYPE_BF16 && a.dtype == KVL_DTYPE_F32)
+    return launch_score_wide<__nv_bfloat16, float, KIND, G>(a, q);
+  if (a.rows_dtype == KVL_DTYPE_F16 && a.dtype == KVL_DTYPE_F16)
+    return launch_score_wide<__half, __half, KIND, G>(a, q);
+  return KVL_ERR_UNSUPPORTED;
 }
 
 template <score_kind KIND> int launch_score(const score_call &a, const kvl_cuda_queue *q) {
   if (a.seqs == 0 || a.max_blocks == 0 || a.kv_heads == 0) return KVL_OK;
   if constexpr (KIND == SCORE_MAX_QK)
     if (a.block_size % 16 == 0) return launch_score<SCORE_TILES>(a, q);
+  constexpr bool HAS_WIDE = KIND == SCORE_MEAN || KIND == SCORE_MINMAX;
+  const bool is_wide = a.heads >= WIDE_HEADS * a.kv_heads;
   int status = KVL_ERR_UNSUPPORTED;
+  if constexpr (HAS_WIDE)
+    if (is_wide) status = launch_score_wide<KIND>(a, q);
+  if (status != KVL_ERR_UNSUPPORTED) return status < 0 ? status : kvl__cuda_launched();
   if (a.rows_dtype == KVL_DTYPE_BF16) status = launch_score_of<__nv_bfloat16, KIND>(a, q);
   if (a.rows_dtype == KVL_DTYPE_F16) status = launch_score_of<__half, KIND>(a, q);
   if (a.rows_dtype == KVL_DTYPE_F32) status = launch_score_of<float, KIND>(a, q);
   if constexpr (KIND != SCORE_MEAN) /* a mean is never f8 */
     if (a.rows_dtype == KVL_DTYPE_F8E4M3) status = launch_score_of<f8e4m3, KIND>(a, q);
-  if constexpr (KIND == SCORE_MEAN || KIND == SCORE_MINMAX) {
-    const bool is_bf16 = a.rows_dtype == KVL_DTYPE_BF16;
-    if (status == KVL_ERR_UNSUPPORTED && is_bf16 && a.dtype == KVL_DTYPE_BF16)
-      status = launch_score_wide<__nv_bfloat16, __nv_bfloat16, KIND>(a, q);
-    if (status == KVL_ERR_UNSUPPORTED && is_bf16 && a.dtype == KVL_DTYPE_F32)
-      status = launch_score_wide<__nv_bfloat16, float, KIND>(a, q);
-    if (status == KVL_ERR_UNSUPPORTED && a.rows_dtype == KVL_DTYPE_F16 &&
-        a.dtype == KVL_DTYPE_F16)
-      status = launch_score_wide<__half, __half, KIND>(a, q);
-  }
+  if constexpr (HAS_WIDE)
+    if (status == KVL_ERR_UNSUPPORTED) status = launch_score_wide<KIND>(a, q);
   if (status == KVL_ERR_UNSUPPORTED) {
     int64_t parts = (a.max_blocks + 256 / WARP - 1) / (256 / WARP);
     dim3 grid((unsigned)(parts * a.seqs), (unsigned)a.kv_heads);
