@@ -27,8 +27,6 @@
  *                              more than 16 heads: TMA, wgmma, split-KV where there are few
  *                              rows; wgmma_plan.cuh divides its work
  *           paged_prefill.cuh  16-bit prefill elsewhere
- *           tokens_apart.cuh   a few new tokens of few sequences, where paged_wgmma.cuh is not,
- *                              as a decode
  *           paged_mend.cuh     after both: rows in which V of unseen keys was NaN
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
  *           latent.cuh         pages whose values are the first numbers of their keys
@@ -62,7 +60,6 @@
 #include "cuda/attention/paged_f32.cuh"
 #include "cuda/attention/paged_mend.cuh"
 #include "cuda/attention/paged_prefill.cuh"
-#include "cuda/attention/tokens_apart.cuh"
 #include "cuda/attention/wgmma_launch.cuh"
 
 namespace kvl {
@@ -399,12 +396,6 @@ template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
   return status < 0 || !mends ? status : launch_hooked_mend<T>(h, q);
 }
 
-/* Are a few new tokens a sequence done by a decode? */
-bool by_tokens(const hooked &h, int device, int sm_count) {
-  return !h.hook && !is_latent(h.base) && !by_wgmma(h, device) &&
-         goes_apart(h.base, sm_count);
-}
-
 int launch(const hooked &h, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
   if (h.scores && (!h.hook || a.starts))
@@ -413,14 +404,6 @@ int launch(const hooked &h, const kvl_cuda_queue *q) {
   if (a.tokens == 0 || a.seqs == 0 || a.heads == 0) return KVL_OK;
   if (!aligned16(a.q, a.cache.memory, a.prev_out, a.out))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
-  if (by_tokens(h, q->device, q->sm_count)) {
-    hooked decode = h;
-    apart_tables tables;
-    size_t bytes;
-    decode.base = apart_call(a, &tables, &bytes);
-    const int status = launch_spread(a, tables, q);
-    return status < 0 ? status : launch(decode, q);
-  }
   int status = KVL_ERR_UNSUPPORTED;
   if (is_latent(a)) status = launch_latent(a, q);
   else if (a.listed && !lists_by_mma(a, q)) status = launch_listed(h, q);
@@ -442,13 +425,6 @@ KVL_CUDA_WORKSPACE(paged_attention) {
   if (kvl::is_latent(a)) return kvl::latent_bytes(a, device, sm_count);
   if (a.listed) return h.hook ? kvl::note_bytes(a) : 0;
   if (kvl::by_wgmma(h, device)) return kvl::wgmma_bytes(a, device, sm_count, h.hook);
-  if (kvl::by_tokens(h, device, sm_count)) {
-    kvl_hooked_attention_args decode = h;
-    kvl::apart_tables tables;
-    size_t bytes;
-    decode.base = kvl::apart_call(a, &tables, &bytes);
-    return bytes + kvl_cuda_paged_attention_workspace(&decode, sm_count);
-  }
   if (!a.starts) return kvl::place_bytes(h, kvl::decode_place(h, device, sm_count));
   return a.dtype == KVL_DTYPE_F32 ? 0 : kvl::note_bytes(a);
 }

@@ -90,13 +90,15 @@ struct split_plan {
   }
 
   /* The length of a sequence; all lanes of a warp call it. (In shared memory, ptxas 13.0
-   * read that of the sequence after in one kernel, so few lengths are in registers.) */
+   * read that of the sequence after in one kernel. So few lengths are in registers, and of more
+   * it must not know how the place of one follows from that of the one before.) */
   __device__ __forceinline__ int length_of(int seq) const {
     return place.is_few() ? __shfl_sync(ALL_LANES, early, seq) : many(seq);
   }
   /* The length of one of more than 32 sequences. */
   __device__ __forceinline__ int many(int seq) const {
-    return place.by_lane() ? kept[seq] : a.lens[seq];
+    asm volatile("" : "+r"(seq));
+    return place.by_lane() ? *(const volatile int *)(kept + seq) : a.lens[seq];
   }
   /* The tiles of a chunk of whole warps; all lanes of a warp call it. */
   __device__ uint32_t chunk_tiles(int chunk) const {

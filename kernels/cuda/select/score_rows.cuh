@@ -427,9 +427,11 @@ __global__ void __launch_bounds__(256)
                                                                              : joined / group;
 }
 
-/* each: blocks that a thread block takes; 0 lets this function choose. */
+/* each: blocks that a thread block takes; 0 lets this function choose. Fails if fewer than
+ * `beside` thread blocks fit on an SM. */
 template <class T, int D, score_kind KIND>
-int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int64_t each = 0) {
+int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int beside = 1,
+                     int64_t each = 0) {
   using shape = score_shape<T, D, KIND>;
   constexpr bool OF_TOKENS = KIND == SCORE_MAX_QK || KIND == SCORE_TILES;
   const int64_t group = a.heads / a.kv_heads, padded = (group + 7) / 8 * 8;
@@ -453,7 +455,7 @@ int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int64_t each 
     bytes += each * group * 4;
   }
   const int64_t parts = (a.max_blocks + each - 1) / each;
-  if (bytes > q->shared_optin) return KVL_ERR_UNSUPPORTED;
+  if (beside * (bytes + 1024) > q->shared_optin + 1024) return KVL_ERR_UNSUPPORTED;
   int status = allow_shared<score_rows<T, D, KIND>>(q, q->shared_optin);
   if (status < 0) return status;
   const unsigned grid = (unsigned)(parts * a.seqs * a.kv_heads);
@@ -463,13 +465,23 @@ int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int64_t each 
 }
 
 template <class T, score_kind KIND>
-int launch_score_of(const score_call &a, const kvl_cuda_queue *q) {
+int launch_score_of(const score_call &a, const kvl_cuda_queue *q, int beside) {
   if (a.head_dim % WIDE<T> || a.head_dim % 8 || a.head_dim > 256 || !aligned16(a.rows, a.q) ||
       a.block_stride >> 32)
     return KVL_ERR_UNSUPPORTED;
-  if (a.head_dim <= 64) return launch_score_dim<T, 64, KIND>(a, q);
-  if (a.head_dim <= 128) return launch_score_dim<T, 128, KIND>(a, q);
-  return launch_score_dim<T, 256, KIND>(a, q);
+  if (a.head_dim <= 64) return launch_score_dim<T, 64, KIND>(a, q, beside);
+  if (a.head_dim <= 128) return launch_score_dim<T, 128, KIND>(a, q, beside);
+  return launch_score_dim<T, 256, KIND>(a, q, beside);
+}
+template <score_kind KIND>
+int launch_score_of(const score_call &a, const kvl_cuda_queue *q, int beside) {
+  if (a.rows_dtype == KVL_DTYPE_BF16)
+    return launch_score_of<__nv_bfloat16, KIND>(a, q, beside);
+  if (a.rows_dtype == KVL_DTYPE_F16) return launch_score_of<__half, KIND>(a, q, beside);
+  if (a.rows_dtype == KVL_DTYPE_F32) return launch_score_of<float, KIND>(a, q, beside);
+  if constexpr (KIND != SCORE_MEAN) /* a mean is never f8 */
+    if (a.rows_dtype == KVL_DTYPE_F8E4M3) return launch_score_of<f8e4m3, KIND>(a, q, beside);
+  return KVL_ERR_UNSUPPORTED;
 }
 
 template <class T, class Q, score_kind KIND, int G>
@@ -482,7 +494,7 @@ int launch_score_wide(const score_call &a, const kvl_cuda_queue *q) {
   const int64_t tiles = (a.max_blocks + ITEMS - 1) / ITEMS,
                 blocks = tiles * a.seqs * a.kv_heads;
   if constexpr (G > 1)
-    if (bytes > MOST || blocks < 2 * q->sm_count)
+    if (a.head_dim > 256 || bytes > MOST || blocks < 2 * q->sm_count)
       return launch_score_wide<T, Q, KIND, G / 2>(a, q);
   if (bytes > MOST) return KVL_ERR_UNSUPPORTED;
   int status = allow_shared<score_rows_wide<T, Q, KIND, G>>(q, MOST);
@@ -490,8 +502,6 @@ int launch_score_wide(const score_call &a, const kvl_cuda_queue *q) {
   return launch_programmatic(score_rows_wide<T, Q, KIND, G>, (unsigned)blocks, 256,
                              (size_t)bytes, q, a, (int)tiles);
 }
-
-constexpr int WIDE_HEADS = 48; /* from so many on, score_rows_wide is the faster one */
 
 /* A mean, or least and greatest numbers, for many heads. */
 template <score_kind KIND>
@@ -510,19 +520,14 @@ template <score_kind KIND> int launch_score(const score_call &a, const kvl_cuda_
   if (a.seqs == 0 || a.max_blocks == 0 || a.kv_heads == 0) return KVL_OK;
   if constexpr (KIND == SCORE_MAX_QK)
     if (a.block_size % 16 == 0) return launch_score<SCORE_TILES>(a, q);
+  /* Of a mean, or of least and greatest numbers, score_rows_wide is the faster one where a thread
+   * block of score_rows, with its queries, would be alone on an SM. */
   constexpr bool HAS_WIDE = KIND == SCORE_MEAN || KIND == SCORE_MINMAX;
-  const bool is_wide = a.heads >= WIDE_HEADS * a.kv_heads;
-  int status = KVL_ERR_UNSUPPORTED;
-  if constexpr (HAS_WIDE)
-    if (is_wide) status = launch_score_wide<KIND>(a, q);
-  if (status != KVL_ERR_UNSUPPORTED) return status < 0 ? status : kvl__cuda_launched();
-  if (a.rows_dtype == KVL_DTYPE_BF16) status = launch_score_of<__nv_bfloat16, KIND>(a, q);
-  if (a.rows_dtype == KVL_DTYPE_F16) status = launch_score_of<__half, KIND>(a, q);
-  if (a.rows_dtype == KVL_DTYPE_F32) status = launch_score_of<float, KIND>(a, q);
-  if constexpr (KIND != SCORE_MEAN) /* a mean is never f8 */
-    if (a.rows_dtype == KVL_DTYPE_F8E4M3) status = launch_score_of<f8e4m3, KIND>(a, q);
-  if constexpr (HAS_WIDE)
+  int status = launch_score_of<KIND>(a, q, HAS_WIDE ? 2 : 1);
+  if constexpr (HAS_WIDE) {
     if (status == KVL_ERR_UNSUPPORTED) status = launch_score_wide<KIND>(a, q);
+    if (status == KVL_ERR_UNSUPPORTED) status = launch_score_of<KIND>(a, q, 1);
+  }
   if (status == KVL_ERR_UNSUPPORTED) {
     int64_t parts = (a.max_blocks + 256 / WARP - 1) / (256 / WARP);
     dim3 grid((unsigned)(parts * a.seqs), (unsigned)a.kv_heads);
