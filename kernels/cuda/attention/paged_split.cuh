@@ -90,15 +90,15 @@ struct split_plan {
   }
 
   /* The length of a sequence; all lanes of a warp call it. (In shared memory, ptxas 13.0
-   * read that of the sequence after in one kernel. So few lengths are in registers, and of more
-   * it must not know how the place of one follows from that of the one before.) */
+   * read that of the sequence after in one kernel. So few lengths are in registers, and where
+   * there are more, a shuffle hides from it how `seq` was counted.) */
   __device__ __forceinline__ int length_of(int seq) const {
-    return place.is_few() ? __shfl_sync(ALL_LANES, early, seq) : many(seq);
+    return place.is_few() ? __shfl_sync(ALL_LANES, early, seq)
+                          : many(__shfl_sync(ALL_LANES, seq, 0));
   }
   /* The length of one of more than 32 sequences. */
   __device__ __forceinline__ int many(int seq) const {
-    asm volatile("" : "+r"(seq));
-    return place.by_lane() ? *(const volatile int *)(kept + seq) : a.lens[seq];
+    return place.by_lane() ? kept[seq] : a.lens[seq];
   }
   /* The tiles of a chunk of whole warps; all lanes of a warp call it. */
   __device__ uint32_t chunk_tiles(int chunk) const {
