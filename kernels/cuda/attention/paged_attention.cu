@@ -79,18 +79,22 @@ int decode_rows(const kvl_paged_attention_args &a) {
 struct decode_kind {
   int tile_keys, warps, blocks, most_team, bytes_shared; /* blocks: per SM at once */
 };
-/* beside: the bytes of shared memory that a thread block has beside its tiles, at most. */
+/* The bytes of shared memory that a thread block has beside its tiles, at most. */
 constexpr int BESIDE = PLAN_LENGTHS * 4 + 2560;
-template <class S> decode_kind kind_of(tile_size tiles, int sm_bytes) {
-  const int twice = 2 * (S::SHARED_BYTES + BESIDE + 1024);
-  const int blocks = tiles == SMALL_TILES && twice <= sm_bytes ? 2 : S::BLOCKS;
+/* Of small tiles, an SM that has room for it takes two thread blocks. */
+template <class S, tile_size TILES> decode_kind kind_of(int device) {
+  int blocks = S::BLOCKS, sm_bytes = 0;
+  if (TILES == SMALL_TILES) {
+    cudaDeviceGetAttribute(&sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    if (2 * (S::SHARED_BYTES + BESIDE + 1024) <= sm_bytes) blocks = 2;
+  }
   return {S::KEYS, S::WARPS, blocks, S::TEAM, S::SHARED_BYTES};
 }
 template <tile_size TILES, template <int, class, tile_size> class S, class C>
-decode_kind kind_of_dim(int d, int sm_bytes) {
-  return d <= 64    ? kind_of<S<64, C, TILES>>(TILES, sm_bytes)
-         : d <= 128 ? kind_of<S<128, C, TILES>>(TILES, sm_bytes)
-                    : kind_of<S<256, C, TILES>>(TILES, sm_bytes);
+decode_kind kind_of_dim(int d, int device) {
+  return d <= 64    ? kind_of<S<64, C, TILES>, TILES>(device)
+         : d <= 128 ? kind_of<S<128, C, TILES>, TILES>(device)
+                    : kind_of<S<256, C, TILES>, TILES>(device);
 }
 template <int D, class C, tile_size TILES> using f32_shape_of = f32_shape<C, D, TILES>;
 template <int D, class C, tile_size TILES>
@@ -101,17 +105,15 @@ constexpr int FEW_ROWS = 8;
 decode_kind decode_kind_of(const kvl_paged_attention_args &a, int device) {
   const int codec = a.cache.codec, dim = a.cache.key.dim;
   const int group = (int)(a.heads / a.cache.kv_heads);
-  int sm_bytes = 0;
-  cudaDeviceGetAttribute(&sm_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   return with_tiles(code_for(device), [&](auto tiles) {
     constexpr tile_size TILES = tiles.value;
     if (a.dtype == KVL_DTYPE_F32 && codec == KVL_CODEC_F32)
-      return kind_of_dim<TILES, f32_shape_of, float>(dim, sm_bytes);
+      return kind_of_dim<TILES, f32_shape_of, float>(dim, device);
     return with_codec<__half>(codec, [&](auto of) {
       using C = typename decltype(of)::C;
-      return a.dtype == KVL_DTYPE_F32 ? kind_of_dim<TILES, f32_shape_of, C>(dim, sm_bytes)
-             : group <= FEW_ROWS      ? kind_of_dim<TILES, few_rows_of, C>(dim, sm_bytes)
-                                      : kind_of_dim<TILES, rows_of, C>(dim, sm_bytes);
+      return a.dtype == KVL_DTYPE_F32 ? kind_of_dim<TILES, f32_shape_of, C>(dim, device)
+             : group <= FEW_ROWS      ? kind_of_dim<TILES, few_rows_of, C>(dim, device)
+                                      : kind_of_dim<TILES, rows_of, C>(dim, device);
     });
   });
 }
@@ -281,16 +283,16 @@ int launch_f32_decode(const hooked &h, const kvl_cuda_queue *q) {
   const decode_kind kind = decode_kind_of(a, q->device);
   const split_place place = decode_place(h, q->device, q->sm_count);
   const int blocks = decode_blocks(place, kind.warps);
-  const int THREADS = kind.warps * WARP, BYTES = kind.bytes_shared;
+  const int threads = kind.warps * WARP, bytes = kind.bytes_shared;
   int status;
   if (h.hook) {
-    hook_kernel k = {"", blocks, 1, THREADS, BYTES, true};
+    hook_kernel k = {"", blocks, 1, threads, bytes, true};
     snprintf(k.name, sizeof k.name, "f32_decode_%s_%d_%d", type_name<T>, D, ROWS);
     status = launch_hooked(h, k, &a, &place, q);
   } else {
-    status = allow_shared<paged_f32_decode<T, D, ROWS>>(q, BYTES);
+    status = allow_shared<paged_f32_decode<T, D, ROWS>>(q, bytes);
     if (status < 0) return status;
-    status = launch_programmatic(paged_f32_decode<T, D, ROWS>, blocks, THREADS, BYTES, q, a,
+    status = launch_programmatic(paged_f32_decode<T, D, ROWS>, blocks, threads, bytes, q, a,
                                  place);
   }
   return status < 0 ? status : launch_combine(a, place, q);
