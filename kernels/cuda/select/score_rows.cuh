@@ -520,10 +520,10 @@ template <score_kind KIND> int launch_score(const score_call &a, const kvl_cuda_
   if (a.seqs == 0 || a.max_blocks == 0 || a.kv_heads == 0) return KVL_OK;
   if constexpr (KIND == SCORE_MAX_QK)
     if (a.block_size % 16 == 0) return launch_score<SCORE_TILES>(a, q);
-  /* Of a mean, or of least and greatest numbers, score_rows_wide is the faster one where a thread
-   * block of score_rows, with its queries, would be alone on an SM. */
+  /* Of a mean, or of least and greatest numbers, score_rows_wide is the faster one on Hopper where
+   * a thread block of score_rows, with its queries, would be alone on an SM. */
   constexpr bool HAS_WIDE = KIND == SCORE_MEAN || KIND == SCORE_MINMAX;
-  int status = launch_score_of<KIND>(a, q, HAS_WIDE ? 2 : 1);
+  int status = launch_score_of<KIND>(a, q, HAS_WIDE && is_hopper(q) ? 2 : 1);
   if constexpr (HAS_WIDE) {
     if (status == KVL_ERR_UNSUPPORTED) status = launch_score_wide<KIND>(a, q);
     if (status == KVL_ERR_UNSUPPORTED) status = launch_score_of<KIND>(a, q, 1);
