@@ -81,13 +81,17 @@ static void expect_format(struct kvl__call *c, const char *name, const kvl_forma
                    f->block_size, name);
 }
 
-/* Checks the scales of a format and sets them in a view of its pages. */
-static void scale_args(struct kvl__call *c, struct kvl_pages *view, const kvl_format *f) {
-  int given = kvl__arg(c, "k_scale?", f->k_scale, KVL__F32, "kv_heads");
-  given += kvl__arg(c, "v_scale?", f->v_scale, KVL__F32, "kv_heads");
-  if (given && f->codec != KVL_CODEC_F8E4M3)
+static void expect_no_scales(struct kvl__call *c, const kvl_format *f) {
+  if ((f->k_scale || f->v_scale) && f->codec != KVL_CODEC_F8E4M3)
     kvl__call_fail(c, "%s_scale is given for a cache of %s, expected f8e4m3",
                    f->k_scale ? "k" : "v", codec_name(f->codec));
+}
+
+/* Checks the scales of a format and sets them in a view of its pages. */
+static void scale_args(struct kvl__call *c, struct kvl_pages *view, const kvl_format *f) {
+  kvl__arg(c, "k_scale?", f->k_scale, KVL__F32, "kv_heads");
+  kvl__arg(c, "v_scale?", f->v_scale, KVL__F32, "kv_heads");
+  expect_no_scales(c, f);
   if (c->status < 0) return;
   if (f->k_scale) view->k_scale = f->k_scale->ptr;
   if (f->v_scale) view->v_scale = f->v_scale->ptr;
@@ -97,8 +101,13 @@ int64_t kvl_format_bytes_page(const kvl_format *format) {
   KVL__NEED(format);
   struct kvl__call c = {.op = "format"};
   expect_format(&c, "format", format);
+  expect_no_scales(&c, format);
   if (format->key_dim < 1)
     kvl__call_fail(&c, "key_dim is %d, expected 1 or more", format->key_dim);
+  const int most = format->is_shared ? KVL__LATENT_MAX : KVL__HEAD_DIM_MAX;
+  if (format->key_dim > most)
+    kvl__call_fail(&c, "head_dim is %d, expected %d at most%s", format->key_dim, most,
+                   format->is_shared ? "" : ", or values that are the first numbers of keys");
   return c.status < 0 ? c.status : kvl__pages(format).bytes_page;
 }
 

@@ -568,9 +568,14 @@ describe("paged attention", function()
   end)
 
   it("refuses scales of another cache, dtype or shape", function()
-    refused({ dtype = "bf16", k_scale = scales(2) },
+    local function of(dtype, k, v)
+      return function()
+        support.format_of(kv.full(dev, dtype, { 3, 2, 2, 4, 32 }, 0), k, v)
+      end
+    end
+    support.refuses(of("bf16", scales(2)),
       "k_scale is given for a cache of bf16, expected f8e4m3")
-    refused({ dtype = "f32", q = "f32", v_scale = scales(2) },
+    support.refuses(of("f32", nil, scales(2)),
       "v_scale is given for a cache of f32, expected f8e4m3")
     refused({ k_scale = scales(4) }, "k_scale is f32 [4]", "kv_heads=2")
     refused({ v_scale = scales(2, "bf16") }, "v_scale is bf16 [2]")

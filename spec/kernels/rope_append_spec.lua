@@ -133,15 +133,13 @@ describe("rotating and appending", function()
       local t = prepare(cpu, c)
       for name, value in pairs(changes) do t[name] = value end
       support.raises(words, kv.ops.rope_append, t.q, t.k, t.v, t.positions, t.inv_freq,
-        t.places, t.cache, support.format_of(t.cache, t.k_scale))
+        t.places, t.cache, support.format_of(t.cache))
     end
     refuses("inv_freq has 9 pairs, expected at most head_dim / 2 = 8",
       { inv_freq = kv.zeros(cpu, "f32", { 9 }) })
     refuses("q is f16 [2, 2, 16]", { q = kv.zeros(cpu, "f16", { 2, 2, 16 }) })
     refuses("k is f32 [2, 1, 16]", { k = kv.zeros(cpu, "f32", { 2, 1, 16 }) })
     refuses("positions is i32 [3]", { positions = kv.zeros(cpu, "i32", { 3 }) })
-    refuses("k_scale is given for a cache of bf16",
-      { k_scale = kv.ones(cpu, "f32", { 1 }) })
   end)
 end)
 

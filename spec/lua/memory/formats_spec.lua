@@ -171,6 +171,10 @@ describe("a format", function()
     support.refuses(function() format { codec = "f8e4m3", head_dim = 24 } end,
       "head_dim is 24, expected a multiple of 16 for an f8e4m3 format")
     support.refuses(function() format { codec = "i32" } end, "codec is \"i32\"", "f8e4m3")
+    support.refuses(function() format { k_scale = kv.ones(cpu, "f32", { 2 }) } end,
+      "k_scale is given for a cache of bf16, expected f8e4m3")
+    support.refuses(function() format { head_dim = 576 } end, "head_dim is 576, "
+      .. "expected 256 at most, or values that are the first numbers of keys")
     local odd = format()
     odd.value_dim = 16
     support.raises("format has keys of 32 numbers and values of 16, expected values like",
@@ -196,9 +200,6 @@ describe("a format", function()
       "cache is f16 [12, 1024], expected bf16")
     support.refuses(attend(kv.zeros(cpu, "bf16", { BLOCKS, page }), format {
       codec = "f32" }), "cache is bf16")
-    support.refuses(attend(kv.zeros(cpu, "bf16", { BLOCKS, page }), format {
-      k_scale = kv.ones(cpu, "f32", { 2 }) }),
-      "k_scale is given for a cache of bf16, expected f8e4m3")
   end)
 end)
 
