@@ -338,7 +338,9 @@ describe("the front door #slow", function()
       says(2, "%-%-set takes KEY=VALUE", "./kvlab run --set x answer.lua")
       says(2, "%-%-quick takes no value", "./kvlab run --quick=1 answer.lua")
       says(2, "%-%-out is empty", "./kvlab run answer.lua --out=")
-      says(2, "%-%-cuda%-arch is numbers", "./kvlab build --cuda-arch=banana")
+      for _, arch in ipairs { "banana", "80:", ",", "8" } do
+        says(2, "%-%-cuda%-arch is numbers", "./kvlab build --cuda-arch=" .. arch)
+      end
       says(2, "help takes one verb at most", "./kvlab help run test")
       says(2, 'unknown verb "tets"; did you mean test%?', "./kvlab help tets")
       says(2, "repl takes no arguments", "./kvlab repl answer.lua")

@@ -42,8 +42,7 @@ template <int D, int MW, bool F8, tile_size TILES = TILES_HERE> struct listed_sh
   static constexpr int STAGES = !F8 && D <= 64 ? 4 : TILES == SMALL_TILES ? 2 : 3;
   static constexpr int BLOCKS = !F8 && D > 128 ? 1 : 2;
   static constexpr int WORDS = KEYS / WARP;
-  static constexpr int TOLD = !F8 && D <= 64 ? 5
-                                             : 4; /* tiles that are looked up ahead of one */
+  static constexpr int TOLD = !F8 && D <= 64 ? 5 : 4; /* tiles, looked up ahead of one */
   /* Rows that are copied side by side, and how many rows of a tile a thread has a piece of. */
   static constexpr int SIDE = WARPS * WARP / PIECES, COPIES = KEYS / SIDE;
   static constexpr int SHARED_BYTES = STAGES * 2 * TILE_BYTES;

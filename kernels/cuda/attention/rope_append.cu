@@ -116,12 +116,13 @@ __global__ void __launch_bounds__(ROPE_THREADS)
 }
 
 template <int N, class From, class To>
-void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
+int start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
   const int rows = (int)a.heads + kvl__strips(&a.cache);
   const int step = ROPE_THREADS / lanes_of<N>((int)a.pairs); /* few tokens: a block each */
   const int each = a.tokens < 4 * q->sm_count && rows <= 65535 * step ? step : rows;
   const dim3 grid((unsigned)a.tokens, (unsigned)((rows + each - 1) / each));
-  launch_programmatic(rope_append_kernel<N, From, To>, grid, ROPE_THREADS, 0, q, a, each);
+  return launch_programmatic(rope_append_kernel<N, From, To>, grid, ROPE_THREADS, 0, q, a,
+                             each);
 }
 
 /* How many lanes take a row of packed numbers. */
@@ -178,28 +179,32 @@ constexpr int MANY_TOKENS = 512;
 /* The q of many tokens turn in a launch of their own: in this kernel a lane has one half of its
  * pairs, and loads the other. */
 template <class From, class To>
-void start_packed(kvl_rope_append_args a, const kvl_cuda_queue *q) {
+int start_packed(kvl_rope_append_args a, const kvl_cuda_queue *q) {
   if (a.tokens >= MANY_TOKENS) {
     const kvl_rope_args of_q = {a.q,      a.positions, a.inv_freq,
                                 a.tokens, a.heads,     a.cache.key.dim,
                                 a.pairs,  a.first,     a.dtype};
-    kvl_cuda_rope(&of_q, (void *)q);
+    const int status = kvl_cuda_rope(&of_q, (void *)q);
+    if (status < 0) return status;
     a.heads = 0;
   }
   const int rows = (int)a.heads + 2 * a.cache.kv_heads;
   const int step = ROPE_THREADS / packed_lanes(a.cache.key.dim);
   const int each = a.tokens < 4 * q->sm_count && rows <= 65535 * step ? step : rows;
   const dim3 grid((unsigned)a.tokens, (unsigned)((rows + each - 1) / each));
-  launch_programmatic(rope_append_packed<From, To>, grid, ROPE_THREADS, 0, q, a, each);
+  return launch_programmatic(rope_append_packed<From, To>, grid, ROPE_THREADS, 0, q, a, each);
 }
 
 template <class From, class To>
-void start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
-  if constexpr (packs<To>) start_packed<From, To>(a, q);
-  else if (a.pairs % WIDE<From> == 0 && a.first % WIDE<From> == 0)
-    start<WIDE<From>, From, To>(a, q);
-  else if (a.pairs % 4 == 0 && a.first % 4 == 0) start<4, From, To>(a, q);
-  else start<1, From, To>(a, q);
+int start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
+  if constexpr (packs<To>) {
+    return start_packed<From, To>(a, q);
+  } else {
+    if (a.pairs % WIDE<From> == 0 && a.first % WIDE<From> == 0)
+      return start<WIDE<From>, From, To>(a, q);
+    if (a.pairs % 4 == 0 && a.first % 4 == 0) return start<4, From, To>(a, q);
+    return start<1, From, To>(a, q);
+  }
 }
 
 /* A token's rows are its heads of q, which turn in place, and then those of k. Grid: tokens,
@@ -271,13 +276,11 @@ KVL_CUDA_KERNEL(rope_append) {
     using C = typename decltype(of)::C;
     if constexpr (same<C, void>) {
       KVL_CUDA_BY_FLOAT(a.cache.codec, To, {
-        if (a.dtype == a.cache.codec) start<To, To>(a, q);
-        else start<float, To>(a, q);
+        return a.dtype == a.cache.codec ? start<To, To>(a, q) : start<float, To>(a, q);
       })
     } else {
-      KVL_CUDA_BY_FLOAT(a.dtype, From, { start<From, C>(a, q); })
+      KVL_CUDA_BY_FLOAT(a.dtype, From, { return (start<From, C>(a, q)); })
     }
-    return KVL_OK;
   });
   return status < 0 ? status : kvl__cuda_launched();
 }
