@@ -133,14 +133,15 @@ project "kvlab"
   c_project "ConsoleApp"
   files { "runtime/main.c" }
   buildoptions { "-isystem /usr/include/luajit-2.1" }
-  links { "kvlab_runtime", "dl", "m" }
+  dependson { "kvlab_runtime" }
+  links { "dl", "m" }
   -- All of LuaJIT, exported: C modules such as cjson.so find the Lua API in here.
   -- An old-style rpath, because it also serves the libraries of our libraries (bundles).
   -- The LuaJIT that tools/get_luajit.sh built, where it is there.
   linkoptions {
     "-rdynamic", "-L../.deps/luajit",
     "-Wl,--whole-archive -l:libluajit-5.1.a -Wl,--no-whole-archive",
-    "-Wl,--disable-new-dtags", "-Wl,-rpath,'$$ORIGIN/../lib'",
+    "-Wl,--disable-new-dtags", "-Wl,-rpath,'$$ORIGIN:$$ORIGIN/../lib'",
   }
   makesettings { "LDDEPS += $(wildcard ../.deps/luajit/libluajit-5.1.a)" }
 

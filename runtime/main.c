@@ -28,6 +28,7 @@
  * Exit status: 0 fine, 1 an error in a script or a failed spec, 2 a wrong command line,
  * 130 interrupted. KVLAB_TRACEBACK=1 adds the Lua stack to an error's message.
  */
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <lauxlib.h>
@@ -51,17 +52,25 @@ char *kvlab_prompt_of(void *editor) {
   return kvlab_prompt;
 }
 
+/* Functions of libkvlab, which is opened here and not linked: what it needs is set up first. */
+static struct {
+  void (*interrupt)(int set);
+  int (*interrupted)(void);
+  int (*interrupt_hold)(int add);
+  const char *(*cpu_blas_better)(void);
+} library;
+
 static lua_State *interrupt_target;
 
 /* Raises an error at once, and again after a while as long as nobody has cleared the flag,
  * so that a pcall in a script's loop cannot swallow Ctrl-C. */
 static void interrupt_hook(lua_State *L, lua_Debug *where) {
   (void)where;
-  if (kvl_interrupt_hold(0) > 0) { /* what runs must come to its end first */
+  if (library.interrupt_hold(0) > 0) { /* what runs must come to its end first */
     lua_sethook(L, interrupt_hook, LUA_MASKCOUNT, 1000);
     return;
   }
-  if (!kvl_interrupted()) {
+  if (!library.interrupted()) {
     lua_sethook(L, NULL, 0, 0);
     return;
   }
@@ -70,12 +79,12 @@ static void interrupt_hook(lua_State *L, lua_Debug *where) {
 }
 
 static void on_sigint(int signal_number) {
-  if (kvl_interrupted()) {
+  if (library.interrupted()) {
     signal(signal_number, SIG_DFL);
     raise(signal_number);
     return;
   }
-  kvl_interrupt(1);
+  library.interrupt(1);
   lua_sethook(interrupt_target, interrupt_hook, LUA_MASKCALL | LUA_MASKRET | LUA_MASKCOUNT,
               1);
 }
@@ -180,19 +189,35 @@ static int run(lua_State *L) {
   return 1;
 }
 
-/* Two things have to be in the environment before libraries are loaded, so this function
- * starts the program once more when they are not there and the user has not set them:
+/* Opens libkvlab, for Lua too. Returns NULL, or what went wrong. */
+static const char *open_library(void) {
+  void *const opened = dlopen("libkvlab.so", RTLD_LAZY | RTLD_GLOBAL);
+  if (!opened) return dlerror();
+  *(void **)&library.interrupt = dlsym(opened, "kvl_interrupt");
+  *(void **)&library.interrupted = dlsym(opened, "kvl_interrupted");
+  *(void **)&library.interrupt_hold = dlsym(opened, "kvl_interrupt_hold");
+  *(void **)&library.cpu_blas_better = dlsym(opened, "kvl_cpu_blas_better");
+  return library.interrupt && library.interrupted && library.interrupt_hold &&
+                 library.cpu_blas_better
+             ? NULL
+             : "libkvlab.so is another version's";
+}
+
+/* Opens libkvlab with two things in the environment, unless the user has set them:
  *   OMP_WAIT_POLICY    Threads that wait between two parallel loops should sleep. libgomp lets
  *                      them spin for milliseconds, and then anything else that runs on the
  *                      machine makes a prefill up to 8 times slower (notes/).
  *   OPENBLAS_CORETYPE  For a processor that is newer than itself OpenBLAS takes kernels that
- *                      may be 5 times slower than those for its instruction sets. */
-static void set_environment(char **argv) {
-  const char *blas = getenv("OPENBLAS_CORETYPE") ? NULL : kvl_cpu_blas_better();
-  int is_new = blas && setenv("OPENBLAS_CORETYPE", blas, 1) == 0;
+ *                      may be 5 times slower than those for its instruction sets. What it takes
+ *                      is known only when it is loaded, so this starts the program once more. */
+static const char *open_with_environment(char **argv) {
   if (!getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT"))
-    is_new |= setenv("OMP_WAIT_POLICY", "passive", 1) == 0;
-  if (is_new) execv("/proc/self/exe", argv);
+    setenv("OMP_WAIT_POLICY", "passive", 1);
+  const char *const problem = open_library();
+  const char *const blas =
+      problem || getenv("OPENBLAS_CORETYPE") ? NULL : library.cpu_blas_better();
+  if (blas && setenv("OPENBLAS_CORETYPE", blas, 1) == 0) execv("/proc/self/exe", argv);
+  return problem;
 }
 
 /* Opens /dev/null in place of each standard descriptor that is closed: for what the others
@@ -216,7 +241,11 @@ static void check_stdout(void) {
 
 int main(int argc, char **argv) {
   if (!open_standard_descriptors()) return 1;
-  set_environment(argv);
+  const char *const problem = open_with_environment(argv);
+  if (problem) {
+    fprintf(stderr, "kvlab: %s\n", problem);
+    return 1;
+  }
   atexit(check_stdout);
   lua_State *L = luaL_newstate();
   if (!L) {
@@ -241,7 +270,7 @@ int main(int argc, char **argv) {
     failed = lua_pcall(L, 1, 1, 1);
   }
   int status = failed ? 1 : (int)lua_tointeger(L, -1);
-  if (kvl_interrupted() && status != 0) {
+  if (library.interrupted() && status != 0) {
     fputs("interrupted\n", stderr);
     fflush(NULL);
     _exit(130); /* without finalizers: they may wait for work that was cut short */

@@ -31,26 +31,30 @@ local function read_declarations()
     local file = assert(io.open(path))
     local text = file:read "*a"
     file:close()
-    parts[i] = text:match "/%* ffi:begin.-\n(.-)/%* ffi:end"
+    local mark = text:find("/* ffi:begin", 1, true)
+    local stop = mark and text:find("/* ffi:end", mark, true)
       or error(path .. ": no ffi:begin ... ffi:end")
+    parts[i] = text:sub(text:find("\n", mark, true) + 1, stop - 1)
   end
   return table.concat(parts)
 end
 
-local CRC_POLYNOMIAL = 0x04C11DB7
-
 --- The CRC that cksum(1) prints: of the text, then of its length.
 local function cksum(text)
-  local crc = 0
-  local function add(byte)
-    crc = bit.bxor(crc, bit.lshift(byte, 24))
+  local POLYNOMIAL, of_byte, crc = 0x04C11DB7, ffi.new "int32_t[256]", 0
+  for byte = 0, 255 do
+    local rest = bit.lshift(byte, 24)
     for _ = 1, 8 do
-      local carry = bit.arshift(crc, 31) -- all ones or zero
-      crc = bit.bxor(bit.lshift(crc, 1), bit.band(carry, CRC_POLYNOMIAL))
+      local carry = bit.arshift(rest, 31) -- all ones or zero
+      rest = bit.bxor(bit.lshift(rest, 1), bit.band(carry, POLYNOMIAL))
     end
+    of_byte[byte] = rest
   end
-  for i = 1, #text do add(text:byte(i)) end
-  local length = #text
+  local function add(byte)
+    crc = bit.bxor(bit.lshift(crc, 8), of_byte[bit.bxor(bit.rshift(crc, 24), byte)])
+  end
+  local bytes, length = ffi.cast("const uint8_t *", text), #text
+  for i = 0, length - 1 do add(bytes[i]) end
   while length > 0 do
     add(length % 256)
     length = math.floor(length / 256)
@@ -69,9 +73,9 @@ local declarations = read_declarations()
 
 -- For Lua the field `shape` of a tensor is called `sizes`: t.shape is an object that
 -- knows how many dims there are (kvlab.tensor.sizes), which an array in C does not.
-local declared, renamed = declarations:gsub(
-  "(typedef struct kvl_tensor {.-int64_t )shape(%[6%];.-} kvl_tensor;)", "%1sizes%2")
-assert(renamed == 1)
+local struct = assert(declarations:find("typedef struct kvl_tensor {", 1, true))
+local before, after = declarations:find("shape[6];", struct, true)
+local declared = declarations:sub(1, before - 1) .. "sizes[6];" .. declarations:sub(after + 1)
 ffi.cdef(declared)
 local C = load_library(M.paths.library_dir)
 M.C = C

@@ -26,11 +26,11 @@ local function from_bf16(x)
   return one.f
 end
 local function from_f16(x)
-  local sign, e, m = band(x, 0x8000) ~= 0 and -1 or 1, band(rshift(x, 10), 31),
-    band(x, 0x3FF)
-  if e == 31 then return m ~= 0 and 0 / 0 or sign * math.huge end
-  if e == 0 then return sign * m * 2 ^ -24 end
-  return sign * (1 + m / 1024) * 2 ^ (e - 15)
+  local sign, e, m = lshift(band(x, 0x8000), 16), band(rshift(x, 10), 31), band(x, 0x3FF)
+  if e == 31 then return m ~= 0 and 0 / 0 or sign < 0 and -math.huge or math.huge end
+  if e == 0 then return (sign < 0 and -1 or 1) * m * 2 ^ -24 end
+  one.i = sign + lshift(e + 112, 23) + lshift(m, 13)
+  return one.f
 end
 local function from_f8(x)
   local sign, e, m = band(x, 0x80) ~= 0 and -1 or 1, band(rshift(x, 3), 15), band(x, 7)
