@@ -606,8 +606,8 @@ stdin:8: unexpected symbol near ')'
     assert.matches("\n1 passed, 0 failed\n$", counts)
     assert.matches("^kvlab %d", select(2, sh "moved/kvlab --version"))
     assert.matches("unknown option %-%-config\n", select(2, sh "moved/kvlab --config=x"))
-    local _, libraries = sh "ldd moved/bin/kvlab"
-    assert.matches("moved/bin/../lib/libopenblas", libraries)
+    local _, said = sh "LD_DEBUG=libs moved/bin/kvlab --version 2>&1"
+    assert.matches("calling init: [^\n]*moved/bin/../lib/libopenblas", said)
   end)
 
   it("installs a tree that may be moved", function()
