@@ -60,11 +60,10 @@ KVL_INLINE float kvl__log(float u) {
   x.f = u;
   int32_t e = (int32_t)(x.i >> 23) - 127;
   x.i = (x.i & 0x7FFFFFu) | 0x3F800000u;
+  int32_t large = x.f > 1.41421354f; /* no branch, as in kvl__sincos_quarter */
+  x.i -= (uint32_t)large << 23;
+  e += large;
   float m = x.f;
-  if (m > 1.41421354f) {
-    m = KVL_MUL(m, 0.5f);
-    e++;
-  }
   float r = KVL_DIV(KVL_ADD(m, -1.0f), KVL_ADD(m, 1.0f)), r2 = KVL_MUL(r, r);
   float p = KVL_FMA(r2, 0.222222222f, 0.285714286f);
   p = KVL_FMA(r2, p, 0.4f);
