@@ -3,12 +3,12 @@
 --
 --   eval(x, at, env) -> a number, a boolean, or a uint64_t
 --
--- at: the index in each dimension. env: q(head, dim), k(token, dim), v(token, dim),
--- field(name, at), const(name, at), param(name), input(name), logit(head, token),
--- weight(head, token), tokens, block, blocks, length, query_index, query_position,
--- layer, kv_head,
--- block_size, sizes; known: {} where none of these changes, so that a reduction which
--- does not depend on an outer one is computed once.
+-- at: the index in each dimension; it is changed meanwhile. env: q(head, dim),
+-- k(token, dim), v(token, dim), field(name, at), const(name, at), param(name),
+-- input(name), logit(head, token), weight(head, token), tokens, block, blocks, length,
+-- query_index, query_position, layer, kv_head, block_size, sizes; known: {} where none of
+-- these changes, so that a reduction which does not depend on an outer one is computed
+-- once.
 local bit = require "bit"
 local ffi = require "ffi"
 
@@ -126,12 +126,12 @@ end
 
 local function reduce(x, at, env)
   local n = x.over == "token" and env.tokens or env.sizes[x.over]
-  local values, inner = {}, {}
-  for dim, i in pairs(at) do inner[dim] = i end
+  local values, outer, arg = {}, at[x.over], x.args[1]
   for i = 0, n - 1 do
-    inner[x.over] = i
-    values[i + 1] = eval(x.args[1], inner, env)
+    at[x.over] = i
+    values[i + 1] = eval(arg, at, env)
   end
+  at[x.over] = outer
   local op, kind = x.op, x.type
   if op == "any" or op == "all" then
     for _, v in ipairs(values) do if v == (op == "any") then return op == "any" end end
@@ -165,14 +165,14 @@ end
 
 --- Word `at.word` of the bools of a dimension: 32 of them, the first in the lowest bit.
 local function pack(x, at, env)
-  local inner, word = {}, 0
-  for dim, i in pairs(at) do inner[dim] = i end
-  inner.word = nil
+  local outer, number, word = at[x.over], at.word, 0
+  at.word = nil
   for b = 0, 31 do
-    local i = at.word * 32 + b
-    inner[x.over] = i
-    if i < env.sizes[x.over] and eval(x.args[1], inner, env) then word = word + 2 ^ b end
+    local i = number * 32 + b
+    at[x.over] = i
+    if i < env.sizes[x.over] and eval(x.args[1], at, env) then word = word + 2 ^ b end
   end
+  at[x.over], at.word = outer, number
   return word
 end
 
@@ -206,9 +206,9 @@ function eval(x, at, env)
   elseif x.op == "pack" then return once(pack, x, at, env)
   elseif x.over then return once(reduce, x, at, env)
   end
-  local args = {}
-  for i, arg in ipairs(x.args) do args[i] = eval(arg, at, env) end
-  return OPS[x.op](x, args[1], args[2], args[3])
+  local a, b, c = x.args[1], x.args[2], x.args[3]
+  a, b = a and eval(a, at, env), b and eval(b, at, env)
+  return OPS[x.op](x, a, b, c and eval(c, at, env))
 end
 M.eval = eval
 

@@ -11,29 +11,30 @@ local function zeros(n)
   return list
 end
 
---- What the expressions read of a key.
-local function key_environment(o, row, position, logit)
-  local block = math.floor(position / o.block_size)
-  return {
-    logit = function() return logit end, block = block, block_size = o.block_size,
-    query_position = row.position, query_index = row.position, length = row.length,
-    layer = o.layer,
-    blocks = math.ceil(row.length / o.block_size), kv_head = row.kv_head,
-    param = o.param, const = function(name, at) return o.const(name, at, row) end,
-    input = function(name) return o.input(name, row.seq, row.kv_head, block) end,
+--- What the expressions read of a key, but for its block and its logit.
+local function key_environment(o, row)
+  local env = {
+    block_size = o.block_size, query_position = row.position, query_index = row.position,
+    length = row.length, layer = o.layer, blocks = math.ceil(row.length / o.block_size),
+    kv_head = row.kv_head, param = o.param,
+    const = function(name, at) return o.const(name, at, row) end,
   }
+  function env.input(name) return o.input(name, row.seq, row.kv_head, env.block) end
+  return env
 end
 
 --- The scores of the keys that a row sees, by position.
 local function scores_of(o, row)
-  local scores = {}
+  local scores, env, logit = {}, key_environment(o, row), nil
+  function env.logit() return logit end
+  local at = { head = row.head }
   for position = 0, math.min(row.position, row.length - 1) do
     local block = math.floor(position / o.block_size)
     local in_window = o.window == 0 or position > row.position - o.window
     if in_window and (not row.selected or row.selected[block]) then
       local dot = 0
       for x = 0, o.dim - 1 do dot = dot + row.q(x) * o.k(row, position, x) end
-      local logit = dot * o.scale
+      logit = dot * o.scale
       if (o.soft_cap or 0) > 0 then
         local x = math.exp(-2 * math.abs(logit) / o.soft_cap)
         local size = o.soft_cap * (1 - x) / (1 + x)
@@ -43,8 +44,7 @@ local function scores_of(o, row)
         logit = logit
           + o.alibi[row.kv_head * o.group + row.head + 1] * (position - row.position)
       end
-      local env = key_environment(o, row, position, logit)
-      local at = { head = row.head, token = position % o.block_size }
+      env.block, at.token = block, position % o.block_size
       local score = logit
       for _, name in ipairs { "bias", "log_weight" } do
         local x = o.expressions[name]
@@ -84,7 +84,9 @@ end
 --- What an emit makes of a block that the row's query may see, as in a decode step of
 -- this query, or of token `token` of that block. weights: of each head of the group.
 function M.emit(o, row, x, weights, block, token)
-  local env = key_environment(o, row, block * o.block_size, 0)
+  local env = key_environment(o, row)
+  env.block = block
+  function env.logit() return 0 end
   env.tokens = math.min(o.block_size, row.position + 1 - block * o.block_size)
   env.sizes = { head = o.group, token = o.block_size, dim = o.dim }
   env.weight = function(head, at)
