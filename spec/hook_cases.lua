@@ -110,6 +110,10 @@ local CASES = {
     rows = { 1, 30, 2, 1 } },
   { dtype = "f8e4m3", q_dtype = "f16", group = 20, block_size = 8, head_dim = 48,
     listed = true, scaled = { 2, 0.5 }, soft_cap = 4 },
+  { dtype = "int8", q_dtype = "bf16", group = 4, block_size = 8, head_dim = 128,
+    listed = true, window = 30 },
+  { dtype = "int8", q_dtype = "f16", group = 20, block_size = 16, head_dim = 144,
+    listed = true, soft_cap = 4 },
 }
 
 local function words(o)

@@ -32,6 +32,20 @@ __device__ __forceinline__ void copy_async(uint32_t shared, const void *global, 
                                            no_hint) {
   copy_async(shared, global, valid);
 }
+/* The same, without having the L2 fetch what lies around them. */
+__device__ __forceinline__ void copy_async_alone(uint32_t shared, const void *global,
+                                                 bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+/* The same for four bytes, which takes them through L1. */
+__device__ __forceinline__ void copy_word_async(uint32_t shared, const void *global,
+                                                bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
 __device__ __forceinline__ void copy_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -44,6 +44,36 @@ for _, count in ipairs { 0, 1, 31, 33, 127, 128, 129, 257, 520 } do
   bytes[#bytes + 1] = { lens = { 140, 3, 90 }, count = count, group = 4, head_dim = 16,
     dtype = "f8e4m3", seed = count, fill = 0.3, out = "f32" }
 end
+local packed = {}
+for _, dim in ipairs { 16, 48, 64, 80, 128, 144, 192, 256 } do
+  for _, q in ipairs { "f16", "bf16" } do
+    packed[#packed + 1] = { lens = { 140, 90 }, count = 130, head_dim = dim,
+      dtype = "int8", q = q, group = 2, kv_heads = 2, seed = dim,
+      listed = q == "f16" and "heads" or "shared", out = "f32" }
+  end
+end
+for _, group in ipairs { 1, 8, 16, 17, 33, 40, 72 } do
+  for i, dim in ipairs { 32, 128, 160 } do
+    packed[#packed + 1] = { lens = { 140, 90 }, count = 140, group = group,
+      head_dim = dim, dtype = "int8", seed = group, fill = 0.5,
+      listed = i == 2 and "heads" or "shared", alibi = i == 3 or nil,
+      soft_cap = i == 2 and 3 or nil, window = i == 1 and 60 or nil }
+  end
+end
+for _, count in ipairs { 0, 1, 31, 33, 127, 128, 129, 257, 1300 } do
+  packed[#packed + 1] = { lens = { 140, 3, 90 }, count = count, group = 4, head_dim = 48,
+    dtype = "int8", seed = count, fill = 0.3, out = "f32", block_size = 8 }
+  packed[#packed + 1] = { lens = { 140, 3, 0 }, count = count, group = 20,
+    head_dim = 144, dtype = "int8", q = "f16", seed = count, fill = 0.7,
+    slots = "gaps" }
+end
+-- Of both signs and far from 1; K is not.
+for _, unit in ipairs { 2 ^ -60, 2 ^ 100 } do
+  for _, dim in ipairs { 64, 128, 256 } do
+    packed[#packed + 1] = { lens = { 90, 17 }, count = 60, group = 4, head_dim = dim,
+      dtype = "int8", unit = unit }
+  end
+end
 topic("reads listed tokens of every dtype and head_dim", dims)
 topic("reads a listed token once for a group of any size", groups)
 topic("takes lists of any length", lengths)
@@ -59,8 +89,11 @@ topic("writes attention over lists in other dtypes, with and without lse", {
   { lens = { 140, 3, 90 }, count = 40, q = "f32", dtype = "bf16", no_lse = true },
 })
 topic("reads listed tokens of f8e4m3 of every head_dim, group and length", bytes)
+topic("reads listed tokens of int8 of every head_dim, group and length", packed)
 topic("gives 0 and -inf to a row that lists nothing", {
   { lens = { 20, 0, 3, 7 }, count = 5, fill = 0 },
+  { lens = { 20, 0, 3, 7 }, count = 300, fill = 0, dtype = "int8", group = 4 },
+  { lens = { 200, 0, 30, 700 }, count = 200, fill = 0.004, dtype = "int8" },
   { lens = { 200, 0, 30, 700 }, count = 200, fill = 0.004, dtype = "bf16" },
 })
 
@@ -85,7 +118,7 @@ end
 topic("lists tokens in decode and in prompts, with all that other keys have", seen)
 local trees = {}
 for i, rows in ipairs { { 5, 1, 2 }, { 1, 64, 17 } } do
-  for _, dtype in ipairs { "f32", "bf16" } do
+  for _, dtype in ipairs { "f32", "bf16", "int8" } do
     trees[#trees + 1] = { lens = { 90, 64, 17 }, rows = rows, kv_heads = 2, group = 4,
       head_dim = 64, dtype = dtype, tree = true, seed = i, tree_words = i % 2 + 1,
       count = 120 }
@@ -93,7 +126,7 @@ for i, rows in ipairs { { 5, 1, 2 }, { 1, 64, 17 } } do
 end
 topic("shows a row of a draft tree those of its list that the tree shows", trees)
 local poisoned = {}
-for i, dtype in ipairs { "f32", "bf16", "f16", "f8e4m3" } do
+for i, dtype in ipairs { "f32", "bf16", "f16", "f8e4m3", "int8", "int8" } do
   poisoned[i] = { lens = { 300, 33, 9 }, rows = { 40, 3, 2 }, group = 4, kv_heads = 2,
     head_dim = 64, dtype = dtype, poison = { 1, 2, 7 }, count = 100,
     window = i % 2 == 0 and 30 or nil }

@@ -77,10 +77,17 @@ template <class By = divisor> struct listed_keys {
     *physical = slots && said >= 0 ? in : said;
     if (*physical < 0 || *physical >= a.cache.blocks) *physical = -1;
   }
-  /* The number of its row among all rows of the cache, where no numbers are packed. There must
-   * be a block. */
-  __device__ uint32_t row_number(int physical, int token) const {
-    return (physical * (uint32_t)kvl__strips(&a.cache) + kv_head) * block.by + token;
+  /* Where its row lies, from the first row of the cache on, in units of row_unit bytes. Rows
+   * are numbered, unless there are scales behind those of each strip. There must be a block. */
+  template <bool PACKS> __device__ uint32_t row_unit() const {
+    return PACKS ? 16 : a.cache.key.bytes_row;
+  }
+  template <bool PACKS> __device__ uint32_t row_place(int physical, int token) const {
+    const kvl_pages &c = a.cache;
+    if constexpr (!PACKS)
+      return (physical * (uint32_t)kvl__strips(&c) + kv_head) * block.by + token;
+    return physical * (uint32_t)(c.bytes_page / 16) + kv_head * (uint32_t)(c.key.bytes / 16) +
+           token * (uint32_t)(c.key.bytes_row / 16);
   }
   /* Its row. */
   __device__ paged_row row_of(int index, int said) const {

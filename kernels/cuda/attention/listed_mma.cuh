@@ -1,5 +1,5 @@
-/* Attention over listed tokens on the tensor cores, for 16-bit q and a cache of q's dtype
- * or f8e4m3.
+/* Attention over listed tokens on the tensor cores, for 16-bit q and a cache of q's dtype,
+ * f8e4m3 or int8.
  *
  * A thread block takes one token of q, one KV head and up to 64 heads of its group, and walks
  * over its share of the list in tiles of KEYS tokens. K and V of a tile are rows of head_dim
@@ -7,13 +7,14 @@
  * copies; two tiles (three for 64 dims of 16 bits) are in flight while one is computed.
  * Up to 16 heads are the rows of one mma, and four warps share a tile's keys. More heads take
  * more of these warps (MW of them along the heads), so that a group reads its tokens once
- * whatever its size. Tiles of f8e4m3 have twice the tokens, and so as many bytes; they become
- * f16 on their way to the tensor cores (paged.cuh).
+ * whatever its size. Tiles of 8-bit numbers have twice the tokens, and so as many bytes; they
+ * become f16 on their way to the tensor cores (paged.cuh). The scales of int8, and what they
+ * change, are in listed_packed.cuh.
  *
  * What a tile takes is a chain that nothing hides: the barrier, copies of another tile, two
  * products and a softmax between them, in few warps. So the keys of later tiles are looked up
  * beside it, by a warp that does nothing else, unless that leaves too few registers. It tells
- * the others the number of each key's row, which they read before they need it. For 16 heads
+ * the others where each key's row lies, which they read before they need it. For 16 heads
  * of 128 bf16 a tile takes about 245 instructions in each warp, and 140 in the one apart.
  *
  * A token that the row may not see is copied as zeros. So the heads of a block, which see the
@@ -26,133 +27,50 @@
 
 #include <type_traits>
 
-#include "cuda/attention/listed.cuh"
+#include "cuda/attention/listed_packed.cuh"
 
 namespace kvl {
 
-template <int D, int MW, bool F8, tile_size TILES = TILES_HERE> struct listed_shape {
-  static constexpr int WARPS = 4, KEYS = F8 && D <= 128 ? 128 : 64;
+/* C is the type of the cache's numbers. */
+template <int D, int MW, class C, tile_size TILES = TILES_HERE> struct listed_shape {
+  static constexpr bool IN_BYTES = sizeof(C) == 1;
+  /* Scales of a row of packed numbers, at most; long ones have rows of q in shared memory. */
+  static constexpr int GROUPS = packs<C> ? D / PACKED_GROUP : 0;
+  static constexpr bool LONG = GROUPS > 2;
+  static constexpr int WARPS = 4, KW = WARPS / MW; /* warps along the keys */
+  static constexpr int PACKED_KEYS = LONG ? (MW == 1 ? 64 : 32) : 32 * KW;
+  static constexpr int KEYS = GROUPS > 0 ? PACKED_KEYS : IN_BYTES && (D <= 128) ? 128 : 64;
   /* Is there a warp more, which only looks up keys? A quarter of an SM then has three warps of
    * two blocks, and a thread 168 registers. */
-  static constexpr bool APART = MW == 1 ? D <= 128 : D <= 64 && !F8;
+  static constexpr bool APART = MW == 1 ? D <= 128 : D <= 64 && !IN_BYTES;
   static constexpr int THREADS = (WARPS + APART) * WARP;
-  static constexpr int KW = WARPS / MW, KEYS_WARP = KEYS / KW, ROWS = 16 * MW;
-  static constexpr int NUMBERS = F8 ? 16 : 8; /* per piece */
+  static constexpr int KEYS_WARP = KEYS / KW, ROWS = 16 * MW;
+  static constexpr int NUMBERS = IN_BYTES ? 16 : 8; /* per piece */
   static constexpr int PIECES = (D / NUMBERS + 7) / 8 * 8, TILE_BYTES = KEYS * PIECES * 16;
-  static constexpr int STAGES = !F8 && D <= 64 ? 4 : TILES == SMALL_TILES ? 2 : 3;
-  static constexpr int BLOCKS = !F8 && D > 128 ? 1 : 2;
+  static constexpr int STAGES = !IN_BYTES && D <= 64 ? 4 : TILES == SMALL_TILES ? 2 : 3;
+  static constexpr int BLOCKS = !IN_BYTES && D > 128 ? 1 : 2;
   static constexpr int WORDS = KEYS / WARP;
-  static constexpr int TOLD = !F8 && D <= 64 ? 5 : 4; /* tiles, looked up ahead of one */
+  /* Tiles that are looked up ahead of one, and room for what is known of tiles. */
+  static constexpr int TOLD = !IN_BYTES && D <= 64 ? 5 : 4, SLOTS = LONG ? 5 : 8;
   /* Rows that are copied side by side, and how many rows of a tile a thread has a piece of. */
   static constexpr int SIDE = WARPS * WARP / PIECES, COPIES = KEYS / SIDE;
-  static constexpr int SHARED_BYTES = STAGES * 2 * TILE_BYTES;
-  static_assert(SHARED_BYTES >= WARPS * 16 * D * 4, "the ring takes the warps' sums");
-  static_assert(TOLD > STAGES, "what is copied was looked up before");
-  static constexpr bool FITS = TILES == LARGE_TILES || F8 || D <= 128;
+  static constexpr int RING_BYTES = STAGES * 2 * TILE_BYTES, SUMS_BYTES = WARPS * 16 * D * 4;
+  static constexpr int USED_BYTES = RING_BYTES + (LONG ? ROWS * D * 2 : 0); /* with q */
+  static constexpr int SHARED_BYTES = USED_BYTES > SUMS_BYTES ? USED_BYTES : SUMS_BYTES;
+  static_assert(TOLD > STAGES && SLOTS > TOLD, "what is copied was looked up before");
+  static constexpr bool FITS = TILES == LARGE_TILES || IN_BYTES || D <= 128;
 };
-
-/* ---- a tile's products ------------------------------------------------------------------
- * Every fragment is loaded from shared memory while the products of the one before it run:
- * a block has few warps, and none of them could hide that. */
-
-/* Where a lane reads pieces 2 n and on of the rows whose first pieces it reads at `first`. All
- * rows of a tile begin at multiples of 128 bytes. */
-__device__ __forceinline__ uint32_t pair_at(uint32_t first, int n) {
-  return (first ^ n % 4 * 32) + n / 4 * 128;
-}
-
-/* s = q K for a warp's 8 N keys, which are rows `row` and on of a tile. Few keys have two sums
- * each, so that products wait less for one another. */
-template <bool F8, class M, int PIECES, int N, int K>
-__device__ __forceinline__ void tile_scores(float (&s)[N][4], const uint32_t (&q)[K][4],
-                                            uint32_t k_at, int row) {
-  constexpr int STEPS = F8 ? K / 2 : K, KEYS16 = N / 2; /* steps over the dims */
-  constexpr int SUMS = !F8 && N == 2 ? 2 : 1;
-  const int lane = threadIdx.x % WARP;
-  const uint32_t first = k_at +
-                         tile_byte<PIECES>(row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  uint32_t b[2][4];
-  float sums[SUMS][N][4] = {};
-  auto load = [&](int i) { /* step i / KEYS16 of keys 16 (i % KEYS16) and on */
-                           load_matrices(b[i % 2], pair_at(first, i / KEYS16) +
-                                                       i % KEYS16 * 16 * PIECES * 16);
-  };
-  load(0);
-#pragma unroll
-  for (int i = 0; i < STEPS * KEYS16; i++) {
-    if (i + 1 < STEPS * KEYS16) load(i + 1);
-    const int k = i / KEYS16, n = i % KEYS16 * 2;
-    const uint32_t(&x)[4] = b[i % 2];
-    if constexpr (F8) {
-      float(&even)[N][4] = sums[0], (&odd)[N][4] = sums[SUMS - 1];
-      mma(even[n], q[2 * k], f8_to_f16(x[0]), f8_to_f16(x[0] >> 16), M());
-      mma(even[n + 1], q[2 * k], f8_to_f16(x[2]), f8_to_f16(x[2] >> 16), M());
-      mma(odd[n], q[2 * k + 1], f8_to_f16(x[1]), f8_to_f16(x[1] >> 16), M());
-      mma(odd[n + 1], q[2 * k + 1], f8_to_f16(x[3]), f8_to_f16(x[3] >> 16), M());
-    } else {
-      mma(sums[k % SUMS][n], q[k], x[0], x[1], M());
-      mma(sums[k % SUMS][n + 1], q[k], x[2], x[3], M());
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < N; n++)
-#pragma unroll
-    for (int c = 0; c < 4; c++)
-      s[n][c] = SUMS > 1 ? sums[0][n][c] + sums[SUMS - 1][n][c] : sums[0][n][c];
-}
-
-/* out += P V: s has the weights of 8 KEYS8 keys, which are rows `row` and on of a tile. */
-template <bool F8, class M, int PIECES, int KEYS8, int DIMS8>
-__device__ __forceinline__ void tile_values(float (&out)[DIMS8][4],
-                                            const float (&s)[KEYS8][4], uint32_t v_at,
-                                            int row) {
-  constexpr int PAIRS = F8 ? DIMS8 / 4 : DIMS8 / 2; /* of pieces */
-  const int lane = threadIdx.x % WARP;
-  const uint32_t first = v_at + tile_byte<PIECES>(row + lane % 16, lane / 16);
-  uint32_t b[2][4], p[4];
-  auto load = [&](int i) { /* pieces 2 (i % PAIRS), + 1 of keys 16 (i / PAIRS) and on */
-                           load_matrices_transposed(
-                               b[i % 2],
-                               pair_at(first, i % PAIRS) + i / PAIRS * 16 * PIECES * 16);
-  };
-  load(0);
-#pragma unroll
-  for (int i = 0; i < KEYS8 / 2 * PAIRS; i++) {
-    if (i + 1 < KEYS8 / 2 * PAIRS) load(i + 1);
-    const int k = i / PAIRS, n = i % PAIRS;
-    const uint32_t(&x)[4] = b[i % 2];
-    if (n == 0) { /* the scores already have the layout of the next mma's left operand */
-      p[0] = pack2(s[2 * k][0], s[2 * k][1], M());
-      p[1] = pack2(s[2 * k][2], s[2 * k][3], M());
-      p[2] = pack2(s[2 * k + 1][0], s[2 * k + 1][1], M());
-      p[3] = pack2(s[2 * k + 1][2], s[2 * k + 1][3], M());
-    }
-    if constexpr (F8) {
-#pragma unroll
-      for (int h = 0; h < 2; h++) { /* a piece has keys 0-7 and 8-15 of 16 dims */
-        const uint32_t y = __byte_perm(x[2 * h], 0, 0x3120);
-        const uint32_t z = __byte_perm(x[2 * h + 1], 0, 0x3120);
-        mma(out[4 * n + 2 * h], p, f8_to_f16(y), f8_to_f16(z), M());
-        mma(out[4 * n + 2 * h + 1], p, f8_to_f16(y >> 16), f8_to_f16(z >> 16), M());
-      }
-    } else {
-      mma(out[2 * n], p, x[0], x[1], M());
-      mma(out[2 * n + 1], p, x[2], x[3], M());
-    }
-  }
-}
 
 /* ---- looking up and copying ------------------------------------------------------------- */
 
 /* What a block knows of the tiles in the ring, and of some after them, by turns. */
-template <class shape> struct listed_tiles {
-  static constexpr int SLOTS = 8; /* more than shape::TOLD */
-  /* The row of key i * SIDE + side, see row_number, is at [side][i]: by the copies. */
+template <class shape> struct listed_tiles : listed_scales<shape> {
+  static constexpr int SLOTS = shape::SLOTS;
+  /* Where the row of key i * SIDE + side lies (row_place) is at [side][i]: by the copies. */
   alignas(16) uint32_t rows[SLOTS][shape::SIDE][shape::COPIES];
   alignas(16) uint32_t seen[SLOTS][shape::WORDS]; /* bit i: the row sees key i */
   int index[SLOTS][shape::KEYS];
   static __device__ __forceinline__ int slot(int t) { return (unsigned)t % SLOTS; }
-  static_assert(SLOTS > shape::TOLD, "");
 };
 
 /* A warp that looks up tiles. A lane takes some keys of each, in three steps that each wait
@@ -160,6 +78,7 @@ template <class shape> struct listed_tiles {
  * the others. Each step has STRIDE tiles of the block to wait for memory. */
 template <class shape> struct listed_look_up {
   static constexpr int N = shape::KEYS / WARP;
+  static constexpr bool PACKS = shape::GROUPS > 0;
   static constexpr int TURNS = shape::APART ? 2 : 1, STRIDE = shape::APART ? 2 : shape::WARPS;
   const listed_keys<> &keys;
   listed_tiles<shape> &tiles;
@@ -207,8 +126,9 @@ template <class shape> struct listed_look_up {
       keys.locate(index, said[turn][n], &physical, &offset);
       const bool is = physical >= 0;
       const unsigned seen = __ballot_sync(ALL_LANES, is);
-      tiles.rows[slot][key % shape::SIDE][key / shape::SIDE] = keys.row_number(physical,
-                                                                               offset);
+      tiles.rows[slot][key % shape::SIDE][key / shape::SIDE] = keys.template row_place<PACKS>(
+          physical, offset);
+      if constexpr (PACKS) tiles.copy_scales(keys, slot, key, physical, offset);
       if (indices) tiles.index[slot][key] = is ? index : -1;
       if (threadIdx.x % WARP == 0) tiles.seen[slot][n] = seen;
     }
@@ -234,9 +154,10 @@ template <class shape> struct listed_look_up {
 /* A thread's part of the copies: a piece of every SIDE-th row. */
 template <class shape> struct listed_copies {
   static constexpr int PIECES = shape::PIECES, SIDE = shape::SIDE, COPIES = shape::COPIES;
+  static constexpr bool PACKS = shape::GROUPS > 0;
   const listed_tiles<shape> &tiles;
-  const char *key, *value;      /* this thread's piece of the cache's first rows */
-  const uint32_t bytes_row, to; /* in stage 0 */
+  const char *key, *value; /* this thread's piece of the cache's first rows */
+  const uint32_t unit, to; /* of bytes, see row_place; in stage 0 */
   const int side;
   const bool inside;
   uint32_t rows[COPIES], seen[shape::WORDS]; /* of the next tile to copy */
@@ -247,7 +168,7 @@ template <class shape> struct listed_copies {
                                            const listed_tiles<shape> &tiles_, uint32_t ring)
       : tiles(tiles_), key((const char *)keys.a.cache.memory + keys.a.cache.key.begin +
                            threadIdx.x % PIECES * 16),
-        value(key + keys.to_value()), bytes_row(keys.a.cache.key.bytes_row),
+        value(key + keys.to_value()), unit(keys.row_unit<PACKS>()),
         to(ring + tile_byte<PIECES>(threadIdx.x / PIECES, threadIdx.x % PIECES)),
         side(threadIdx.x / PIECES),
         inside((int)(threadIdx.x % PIECES) * shape::NUMBERS < keys.a.cache.key.dim) {
@@ -265,6 +186,12 @@ template <class shape> struct listed_copies {
 #pragma unroll
     for (int h = 0; h < shape::WORDS; h++) seen[h] = y.at[h];
   }
+  /* Rows of packed numbers begin at any multiple of 16 bytes: of the 128 or 256 bytes that
+   * the L2 would fetch, half are others'. */
+  static __device__ __forceinline__ void copy(uint32_t to, const char *from, bool valid) {
+    if constexpr (PACKS) copy_async_alone(to, from, valid);
+    else copy_async(to, from, valid);
+  }
   /* Copies that tile into a stage. */
   __device__ __forceinline__ void fetch(int stage) {
     uint32_t any = 0, own[shape::WORDS];
@@ -280,23 +207,25 @@ template <class shape> struct listed_copies {
 #pragma unroll
     for (int i = 0; i < COPIES; i++) {
       const bool valid = own[i * SIDE / WARP] >> (i * SIDE % WARP) & 1;
-      const uint64_t from = (uint64_t)rows[i] * bytes_row;
+      const uint64_t from = (uint64_t)rows[i] * unit;
       const uint32_t k_at = (SIDE % 8 == 0 ? at : at ^ i % 2 * 64) + i * SIDE * PIECES * 16;
-      copy_async(k_at, key + from, valid); /* else zeros: no NaN gets in, nothing is read */
-      copy_async(k_at + shape::TILE_BYTES, value + from, valid);
+      copy(k_at, key + from, valid); /* else zeros: no NaN gets in, nothing is read */
+      copy(k_at + shape::TILE_BYTES, value + from, valid);
     }
   }
 };
 
 /* ---- computing -------------------------------------------------------------------------- */
 
-/* A warp's 16 rows of q, and their partial softmax over its keys. C is the cache's type: T or
- * f8e4m3. */
+/* A warp's 16 rows of q, and their partial softmax over its keys. C is the type of the cache's
+ * numbers: T, f8e4m3 or int8. */
 template <class T, class C, int D, int MW> struct listed_warp {
-  static constexpr bool F8 = same<C, f8e4m3>;
-  using shape = listed_shape<D, MW, F8>;
-  using M = std::conditional_t<F8, __half, T>; /* the type on the tensor cores */
+  using shape = listed_shape<D, MW, C>;
+  static constexpr bool IN_BYTES = shape::IN_BYTES, PACKS = packs<C>;
+  using M = std::conditional_t<IN_BYTES, __half, T>; /* the type on the tensor cores */
+  struct no_units {};
   static constexpr int KEYS_WARP = shape::KEYS_WARP, PIECES = shape::PIECES;
+  static constexpr int PAIRS = D / shape::NUMBERS / 2;
   static constexpr int OWN = (KEYS_WARP + WARP - 1) / WARP; /* words of this warp's keys */
   static constexpr float SLACK = 8.f;
   static constexpr uint32_t EVERY = ~0u >> (WARP * OWN - KEYS_WARP);
@@ -307,6 +236,7 @@ template <class T, class C, int D, int MW> struct listed_warp {
   uint32_t q[D / 16][4];
   float scale0, scale1, slope0, slope1;
   float out[D / 8][4], m0, m1, l0, l1;
+  std::conditional_t<PACKS, packed_units<D / PACKED_GROUP>, no_units> units; /* of out */
   uint32_t bits[OWN], any, every; /* of the next tile: see look */
 
   static __device__ int lane() { return threadIdx.x % WARP; }
@@ -321,13 +251,18 @@ template <class T, class C, int D, int MW> struct listed_warp {
     const T *const q0 = r0 < count ? (const T *)a.q + (row0 + r0) * head_dim : nullptr;
     const T *const q1 = r1 < count ? (const T *)a.q + (row0 + r1) * head_dim : nullptr;
 #pragma unroll
-    for (int k = 0; k < D / 16; k++) load_query<F8>(q[k], q0, q1, k, head_dim);
+    for (int k = 0; k < D / 16; k++) load_query<IN_BYTES>(q[k], q0, q1, k, head_dim);
     scale0 = rule.scale * (a.cache.k_scale ? a.cache.k_scale[keys.kv_head] : 1.f);
     scale1 = scale0;
-    if constexpr (F8) {
+    if constexpr (IN_BYTES) {
       const int2 shift = rows_to_f16<T>(q);
       scale0 *= power_of_two(-shift.x);
       scale1 *= power_of_two(-shift.y);
+    }
+    if (shape::LONG && key0() == 0) {
+#pragma unroll
+      for (int k = 0; k < D / 16; k++)
+        *kept(k) = make_uint4(q[k][0], q[k][1], q[k][2], q[k][3]);
     }
     const float *const slopes = a.alibi ? a.alibi + row0 % a.heads : nullptr;
     slope0 = slopes && r0 < count ? slopes[r0] * LOG2E : 0.f;
@@ -336,6 +271,17 @@ template <class T, class C, int D, int MW> struct listed_warp {
     for (int n = 0; n < D / 8; n++) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.f;
     m0 = m1 = -INFINITY;
     l0 = l1 = 0.f;
+  }
+
+  /* Where long rows of q lie for this lane, as operands: dims 16 k and on. */
+  static __device__ uint4 *kept(int k) {
+    extern __shared__ __align__(128) char shared[];
+    return (uint4 *)(shared + shape::RING_BYTES) +
+           (threadIdx.x / WARP / shape::KW * (D / 16) + k) * WARP + lane();
+  }
+  static __device__ __forceinline__ void load_kept(uint32_t (&x)[4], int k) {
+    const uint4 y = *kept(k);
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
   }
 
   /* Reads which of this warp's keys of a tile the row sees. */
@@ -399,8 +345,17 @@ template <class T, class C, int D, int MW> struct listed_warp {
         top0 = fmaxf(top0, s[n][c]);
         top1 = fmaxf(top1, s[n][c + 2]);
       }
-    if (__any_sync(ALL_LANES, top0 > m0 + SLACK || top1 > m1 + SLACK))
-      raise_maxima(top0, top1, m0, m1, l0, l1, out);
+    if (__any_sync(ALL_LANES, top0 > m0 + SLACK || top1 > m1 + SLACK)) {
+      if constexpr (PACKS) {
+        const float before0 = m0, before1 = m1;
+        float none[1][4] = {};
+        raise_maxima(ceilf(top0), ceilf(top1), m0, m1, l0, l1, none);
+        units.lower(out, 0, m0 > before0 ? m0 - before0 : 0.f);
+        units.lower(out, 1, m1 > before1 ? m1 - before1 : 0.f);
+      } else {
+        raise_maxima(top0, top1, m0, m1, l0, l1, out);
+      }
+    }
     weigh_rows(s, finite_shift(m0), finite_shift(m1), l0, l1);
   }
 
@@ -411,24 +366,44 @@ template <class T, class C, int D, int MW> struct listed_warp {
     if (any == 0) return;
     const uint32_t k_at = ring + stage * 2 * shape::TILE_BYTES;
     float s[KEYS_WARP / 8][4]; /* 16 rows x keys 0-7, 8-15, ... */
-    tile_scores<F8, M, PIECES>(s, q, k_at, key0());
-    scale_rows(s, scale0, scale1);
+    const int slot = tiles.slot(t), groups = keys.a.cache.key.groups;
+    if constexpr (PACKS) {
+      auto get_q = [&](int k, uint32_t(&x)[4]) {
+        if (shape::LONG) load_kept(x, k);
+        else x[0] = q[k][0], x[1] = q[k][1], x[2] = q[k][2], x[3] = q[k][3];
+      };
+      packed_scores<C, PIECES, shape::GROUPS>(s, get_q, scale0, scale1, k_at, tiles, slot,
+                                              key0(), groups);
+    } else {
+      tile_scores<C, M, PIECES, PAIRS>(s, q, 0, k_at, key0());
+      scale_rows(s, scale0, scale1);
+    }
     if (rule.cap != 0.f) {
 #pragma unroll
       for (int n = 0; n < KEYS_WARP / 8; n++)
 #pragma unroll
         for (int c = 0; c < 4; c++) s[n][c] = rule.cap * tanh_fast(s[n][c]);
     }
-    if (H::ACTIVE || keys.a.alibi) bias(s, tiles.index[tiles.slot(t)], hook);
+    if (H::ACTIVE || keys.a.alibi) bias(s, tiles.index[slot], hook);
     if (every != EVERY) mask(s);
     weigh(s);
     const uint32_t v_at = k_at + shape::TILE_BYTES;
-    tile_values<F8, M, PIECES>(out, s, v_at, key0());
+    if constexpr (PACKS) {
+      packed_values<C, PIECES>(out, units, s, v_at, tiles, slot, key0(), groups);
+    } else { /* the scores already have the layout of the next mma's left operand */
+      auto weights = [&](int k) {
+        const float(&x)[4] = s[2 * k], (&y)[4] = s[2 * k + 1];
+        return left_operand{{pack2(x[0], x[1], M()), pack2(x[2], x[3], M()),
+                             pack2(y[0], y[1], M()), pack2(y[2], y[3], M())}};
+      };
+      tile_values<C, M, PIECES, PAIRS, KEYS_WARP / 8>(out, 0, v_at, key0(), weights);
+    }
   }
 
   /* Stores the partial softmax for join_listed. The sums take the ring's place. */
   __device__ void store(float2 *states, float *sums) {
     const int at0 = lane() / 4, warp = threadIdx.x / WARP;
+    if constexpr (PACKS) units.end(out);
     l0 = warp_sum<4>(l0);
     l1 = warp_sum<4>(l1);
     if (lane() % 4 == 0) {
@@ -439,7 +414,7 @@ template <class T, class C, int D, int MW> struct listed_warp {
     for (int n = 0; n < D / 8; n++)
 #pragma unroll
       for (int c = 0; c < 2; c++) { /* rotated, so that rows are in different banks */
-        const int dim = dim_of<F8>(n, c) ^ at0 * 8;
+        const int dim = dim_of<IN_BYTES>(n, c) ^ at0 * 8;
         sums[(warp * 16 + at0) * D + dim] = out[n][c];
         sums[(warp * 16 + at0 + 8) * D + dim] = out[n][c + 2];
       }
@@ -489,6 +464,7 @@ __device__ __forceinline__ void attend_tiles(W &rows, L &ahead, const listed_sha
     rows.attend(ahead.tiles, t, stage, ring, hook);
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
+  if (shape::GROUPS > 0) copy_commit(); /* scales of tiles after the last */
   copy_wait<0>();
   if constexpr (H::ACTIVE) { /* a head may hide what others see: see paged_mend.cuh */
 #pragma unroll
@@ -500,17 +476,25 @@ __device__ __forceinline__ void attend_tiles(W &rows, L &ahead, const listed_sha
 }
 
 /* What the warp does that only looks up keys. It has the barriers of attend_tiles. */
-template <class L>
-__device__ __forceinline__ void look_ahead(L &ahead, const listed_share &share, int told) {
-  ahead.begin(share.begin + told);
+template <int TOLD, class L>
+__device__ __forceinline__ void look_ahead(L &ahead, const listed_share &share) {
+  auto next = [&](int t, int turn) {
+    ahead.next(t + TOLD, turn);
+    if constexpr (L::PACKS) { /* the scales of the next tile are there */
+      copy_commit();
+      copy_wait<TOLD - 1>();
+    }
+  };
+  ahead.begin(share.begin + TOLD);
   __syncthreads();
   for (int t = share.begin; t < share.end; t++) {
     __syncthreads();
-    ahead.next(t + told, 0);
+    next(t, 0);
     if (++t == share.end) break;
     __syncthreads();
-    ahead.next(t + told, L::TURNS - 1);
+    next(t, L::TURNS - 1);
   }
+  if (L::PACKS) copy_wait<0>();
 }
 
 template <class T, class C, int D, int MW, class H>
@@ -551,7 +535,7 @@ __device__ __forceinline__ void listed(const kvl_paged_attention_args &a,
     rows.store(states, (float *)shared);
   } else {
     if (TOLD > WARPS) ahead.tell(share.begin + warp, 0);
-    look_ahead(ahead, share, TOLD);
+    look_ahead<TOLD>(ahead, share);
     let_next_start();
     __syncthreads();
   }
@@ -561,8 +545,8 @@ __device__ __forceinline__ void listed(const kvl_paged_attention_args &a,
 }
 
 template <class T, class C, int D, int MW>
-__global__ void __launch_bounds__(listed_shape<D, MW, same<C, f8e4m3>>::THREADS,
-                                  listed_shape<D, MW, same<C, f8e4m3>>::BLOCKS)
+__global__ void __launch_bounds__(listed_shape<D, MW, C>::THREADS,
+                                  listed_shape<D, MW, C>::BLOCKS)
     listed_mma(const __grid_constant__ kvl_paged_attention_args a,
                const __grid_constant__ listed_plan plan) {
   listed<T, C, D, MW>(a, plan, no_hook());

@@ -221,18 +221,22 @@ local function wild_values(positive)
 end
 
 --- A device's attention is off by no more than a share of the magnitudes that a row sums.
-local function reads_wild_values(dev)
+-- is_listed: over lists of all tokens.
+local function reads_wild_values(dev, is_listed)
   for _, starts in ipairs { false, { 0, 20, 27 } } do
     -- a prefill turns V into q's dtype, and f16 ends at 65504
-    for _, rows in ipairs(starts and { "bf16" } or { "f16", "bf16" }) do
+    for _, rows in ipairs(starts and not is_listed and { "bf16" }
+      or { "f16", "bf16" }) do
       local heads, tokens = KV_HEADS * GROUP, starts and 27 or #LENS
       local q = support.randn(cpu, rows, { tokens, heads, DIM }, 4)
       local function attend(on, positive)
         local memory, of = support.int8_pages(kv.from(on, "f32",
           { BLOCKS, 2, KV_HEADS, SIZE, DIM }, wild_values(positive)))
         local tables, lens = lists(on)
+        local listed = kv.zeros(on, "i32", { tokens, 1, 1 }) + kv.arange(on, "i32", 40)
         return kv.ops.paged_attention { cache = memory, format = of, tables = tables,
           lens = lens, starts = starts and kv.from(on, "i32", { 3 }, starts) or nil,
+          listed = is_listed and listed or nil,
           q = q:to(on), out = kv.zeros(on, "f32", { tokens, heads, DIM }) }:to(cpu):list()
       end
       local most, want, got = attend(cpu, true), attend(cpu), attend(dev)
@@ -275,6 +279,9 @@ describe("int8 on a GPU #gpu", function()
     end
   end)
   it("reads V of any sizes", function() reads_wild_values(cuda) end)
+  it("reads V of any sizes of listed tokens", function()
+    reads_wild_values(cuda, true)
+  end)
   for name, run in pairs(OPS) do
     if name ~= "rope_append" then it("gives " .. name .. " what the CPU gives", function()
       for _, rows in ipairs { "f32", "f16", "bf16" } do

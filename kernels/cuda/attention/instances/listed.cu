@@ -1,11 +1,14 @@
 /* The kernels for attention over listed tokens: which of them takes a call, and its launch.
  *
- * Kernels   listed_mma.cuh   16-bit q: tensor cores, asynchronous copies
- *           listed_f32.cuh   f32 q, int8, more rows than 32 bits number, or rows of more than
- *                            256 bytes where tiles are small
+ * Kernels   listed_mma.cuh   16-bit q: tensor cores, asynchronous copies; listed_products.cuh
+ *                            multiplies tiles, listed_packed.cuh knows the scales of int8
+ *           listed_f32.cuh   f32 q, more rows than 32 bits number, or rows of more than 256
+ *                            bytes where tiles are small
  *           listed.cuh       the source of keys, and what joins the parts of a list
  * Bytes     2 max_selected head_dim element per token and KV head, once for all heads of the
- *           group; limit: memory for a few tokens; L2 for those of a prompt, which share keys
+ *           group, and of int8 the scales, head_dim / 32 bytes of each row, which may take 32
+ *           of memory; limit: memory for a few tokens; L2 for those of a prompt, which share
+ *           keys
  * Tolerance as paged_attention.cu
  * Best      32/8 heads, head_dim 128, lists of 2048, a table for each row, L2 flushed. H200,
  *           2026-11-26: bf16 1, 16 and 64 rows 11.8, 38.2 and 119 us, f8e4m3 16 and 64 rows 26.2
@@ -64,7 +67,7 @@ int launch_mma(const hooked &h, const kvl_cuda_queue *q) {
   char name[64];
   snprintf(name, sizeof name, "listed_%s_%d_%d%s", type_name<T>, D, MW, codec_suffix<C>);
   return with_tiles(q->code, [&](auto tiles) {
-    using shape = listed_shape<D, MW, same<C, f8e4m3>, tiles.value>;
+    using shape = listed_shape<D, MW, C, tiles.value>;
     static_assert(!shape::FITS ||
                   fits(tiles.value, shape::SHARED_BYTES + sizeof(listed_tiles<shape>) + 1024,
                        shape::THREADS));
@@ -111,24 +114,25 @@ template <class C> int launch_f32_dim(const hooked &h, const kvl_cuda_queue *q) 
   return launch_f32_group<C, 256>(h, q);
 }
 
-/* Do 32 bits number the rows of a cache? If not, it has more than 64 GiB in one layer. */
+/* Are there 32 bits for every listed_keys::row_place of a cache? If not, it has more than
+ * 64 GiB in one layer. */
 bool numbers_rows(const kvl_pages &p) {
-  return p.blocks * kvl__strips(&p) * p.block_size < (int64_t)1 << 32;
+  const int64_t page = kvl__packs(p.codec) ? p.bytes_page / 16
+                                           : (int64_t)kvl__strips(&p) * p.block_size;
+  return p.blocks * page < (int64_t)1 << 32;
 }
 
 template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
   return with_codec<T>(h.base.cache.codec, [&](auto of) {
     using C = typename decltype(of)::C;
-    if constexpr (!packs<C>)
-      if (lists_by_mma(h.base, q)) return launch_dim<T, C>(h, q);
-    return launch_f32_dim<C>(h, q);
+    return lists_by_mma(h.base, q) ? launch_dim<T, C>(h, q) : launch_f32_dim<C>(h, q);
   });
 }
 
 }  // namespace
 
 bool lists_by_mma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  return a.dtype != KVL_DTYPE_F32 && !kvl__packs(a.cache.codec) && numbers_rows(a.cache) &&
+  return a.dtype != KVL_DTYPE_F32 && numbers_rows(a.cache) &&
          (tiles_of(q->code) == LARGE_TILES || a.cache.key.bytes_row <= 256);
 }
 

@@ -108,8 +108,8 @@ end
 --- The same over listed tokens. The rules are those of instances/listed.cu.
 local function listed_kernel(dim, group, q, kv, last, mend, target)
   local size = size_for(dim, 64, 128, 256)
-  local fits = has_large_tiles(target) or kv == "f8e4m3" or dim <= 128
-  if q == "f32" or pages.CODECS[kv].packs or not fits then
+  local fits = has_large_tiles(target) or last ~= "" or dim <= 128
+  if q == "f32" or not fits then
     local rows = group > 4 and 8 or 4
     return "listed_f32", LISTED_SHAPE:format(("f32_shape<%s, %d>"):format(CPP[kv], size))
       .. LISTED:format("shape::WARPS *kvl::WARP", "2",
@@ -118,8 +118,7 @@ local function listed_kernel(dim, group, q, kv, last, mend, target)
   end
   local warps = group <= 16 and 1 or group <= 32 and 2 or 4
   return "listed_mma",
-    LISTED_SHAPE:format(("listed_shape<%d, %d, %s>"):format(size, warps,
-      tostring(kv == "f8e4m3")))
+    LISTED_SHAPE:format(("listed_shape<%d, %d, %s>"):format(size, warps, CPP[kv]))
     .. LISTED:format("shape::THREADS", "shape::BLOCKS",
       ("listed_%s_%d_%d%s"):format(SHORT[q], size, warps, last),
       ("listed<%s, %s, %d, %d>"):format(CPP[q], CPP[kv], size, warps)) .. mend
