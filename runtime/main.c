@@ -214,8 +214,8 @@ static const char *open_with_environment(char **argv) {
   if (!getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT"))
     setenv("OMP_WAIT_POLICY", "passive", 1);
   const char *const problem = open_library();
-  const char *const blas =
-      problem || getenv("OPENBLAS_CORETYPE") ? NULL : library.cpu_blas_better();
+  const char *const blas = problem || getenv("OPENBLAS_CORETYPE") ? NULL
+                                                                  : library.cpu_blas_better();
   if (blas && setenv("OPENBLAS_CORETYPE", blas, 1) == 0) execv("/proc/self/exe", argv);
   return problem;
 }

@@ -26,6 +26,10 @@ constexpr architecture ARCHITECTURES[] = {
     {120, 99, 100, 1536},  /* RTX 5090, RTX PRO 6000 */
 };
 
+/* A kernel that takes up to 48 KiB of shared memory need not ask for it. So much may be dynamic,
+ * beside at most 24 KiB that a kernel has anyway. */
+constexpr int SHARED_UNASKED = 24 << 10;
+
 enum tile_size { SMALL_TILES, LARGE_TILES };
 constexpr tile_size tiles_of(int architecture_number) {
   return architecture_number >= 90 && architecture_number < 120 ? LARGE_TILES : SMALL_TILES;

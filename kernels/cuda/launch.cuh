@@ -63,11 +63,12 @@ template <auto kernel> int prefer_shared(const kvl_cuda_queue *q) {
   return status;
 }
 
-/* A kernel has to ask for more than 48 KiB of dynamic shared memory, once per device. */
+/* A kernel has to ask for dynamic shared memory, once per device, if that and what it has anyway
+ * come to more than 48 KiB. */
 template <auto kernel> int allow_shared(const kvl_cuda_queue *q, int bytes) {
   static unsigned allowed = 0;
   unsigned bit = 1u << (q->device & 31);
-  if (bytes <= 48 << 10 || (allowed & bit)) return KVL_OK;
+  if (bytes <= SHARED_UNASKED || (allowed & bit)) return KVL_OK;
   int status = kvl__cuda_check(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   if (status == KVL_OK) allowed |= bit;

@@ -84,6 +84,11 @@ KVL_RTC_INLINE __half2 __floats2half2_rn(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y.bits) : "f"(high), "f"(low));
   return y;
 }
+KVL_RTC_INLINE __half2 __hmax2(__half2 a, __half2 b) {
+  __half2 y;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(y.bits) : "r"(a.bits), "r"(b.bits));
+  return y;
+}
 KVL_RTC_INLINE __nv_bfloat162 __floats2bfloat162_rn(float low, float high) {
   __nv_bfloat162 y;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y.bits) : "f"(high), "f"(low));

@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "cuda/architecture.cuh"
 #include "cuda/backend.cuh"
 #include "cuda/driver.cuh"
 
@@ -70,7 +71,7 @@ int code_launch(void *ctx, void *queue, void *handle, const void *args, size_t s
   const device_ctx *d = (const device_ctx *)ctx;
   code *c = (code *)handle;
   const kvl::library_functions &f = kvl::the_driver();
-  if (grid->bytes_shared > 48 << 10 && grid->bytes_shared > c->shared_allowed) {
+  if (grid->bytes_shared > kvl::SHARED_UNASKED && grid->bytes_shared > c->shared_allowed) {
     CUresult error = f.set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                      grid->bytes_shared, c->kernel, d->index);
     if (error != CUDA_SUCCESS) return failed(error, "asking for shared memory");

@@ -51,7 +51,7 @@ inline int launch_hooked(const kvl_hooked_attention_args &h, const hook_kernel &
   CUkernel kernel;
   CUresult error = f.get_kernel(&kernel, (CUlibrary)h.hook, k.name);
   if (error != CUDA_SUCCESS) return hook_failed(error, k.name);
-  if (k.bytes_shared > 48 << 10) {
+  if (k.bytes_shared > SHARED_UNASKED) {
     error = f.set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, k.bytes_shared,
                             kernel, q->device);
     if (error != CUDA_SUCCESS) return hook_failed(error, "shared memory");

@@ -27,7 +27,6 @@ template <class Keys_, int H_, int D_, int RQ_> struct mqa_shape {
   static constexpr int SCALES = PAGED ? TOKENS : 1; /* of a tile, in shared memory */
   /* One KiB is for alignment: dynamic shared memory need not begin at an atom. */
   static constexpr int SHARED_BYTES = Q_STAGES * Q_BYTES + STAGES * TILE_BYTES + 1024;
-  static_assert(SHARED_BYTES > 48 << 10, "with mqa_memory it is, and allow_shared must ask");
 };
 
 /* What the host works out. */

@@ -71,6 +71,7 @@ int launch_mma(const hooked &h, const kvl_cuda_queue *q) {
     static_assert(!shape::FITS ||
                   fits(tiles.value, shape::SHARED_BYTES + sizeof(listed_tiles<shape>) + 1024,
                        shape::THREADS));
+    static_assert(sizeof(listed_tiles<shape>) + 1024 <= 24 << 10, "see SHARED_UNASKED");
     return launch<listed_mma<T, C, D, MW>>(h, name, shape::ROWS, shape::KEYS, shape::BLOCKS,
                                            shape::THREADS, shape::SHARED_BYTES, q);
   });
