@@ -3,8 +3,9 @@ local busted = require "busted"
 local kv = require "kvlab"
 local support = require "spec.support"
 
--- list: for every score; summaries: longer than keys of caches with values of their own.
-local M = { list = {}, summaries = {} }
+-- list: for every score; summaries: longer than keys of caches with values of their own;
+-- many_heads: too slow for the reference, for GPUs.
+local M = { list = {}, summaries = {}, many_heads = {} }
 
 local function add(c) M.list[#M.list + 1] = c end
 
@@ -38,6 +39,20 @@ add { lens = { 70, 3 }, block_size = 5, group = 9, dtype = "f8e4m3", join = "mea
 add { lens = { 300, 2000 }, block_size = 4, head_dim = 16, kv_heads = 2, group = 2,
   extra = 150 }                -- several runs of blocks, and some with none
 
+add { lens = { 37, 0, 5 }, block_size = 16, group = 130, head_dim = 24, dtype = "bf16",
+  join = "mean" }
+
+-- Passes of 64 and 128 heads, parts of 64 dims, terms of q, tiles of 64 blocks or tokens.
+for i, group in ipairs { 11, 33, 48, 64, 96, 128, 130 } do
+  for j, types in ipairs { { "bf16", "bf16" }, { "f16", "f16" }, { "f32", "bf16" },
+                           { "f32", "f16" }, { "bf16", "f16" }, { "f16", "bf16" } } do
+    M.many_heads[#M.many_heads + 1] = { lens = { 45, 0, i % 3 == 0 and 2100 or 700 },
+      block_size = j % 3 == 0 and 5 or 16, group = group, kv_heads = j == 1 and 2 or 1,
+      head_dim = ({ 64, 72, 128, 192, 256 })[(i + j) % 5 + 1], q = types[1],
+      dtype = types[2], join = (i + j) % 2 == 0 and "mean" or "max", holes = j > 3 }
+  end
+end
+
 for _, s in ipairs { { 576, 128, 1 }, { 576, 16, 1 }, { 320, 5, 2 }, { 264, 70, 1 },
                      { 576, 1, 1 }, { 256, 250, 1 } } do
   for i, dtype in ipairs { "bf16", "f16", "f32" } do
@@ -51,7 +66,12 @@ function M.group_number(c)
   return c.join == "mean" and kv.C.KVL_GROUP_MEAN or kv.C.KVL_GROUP_MAX
 end
 
-local paged_of = support.latest(support.paged)
+--- With `holes`, every fifth entry of the table is no block.
+local paged_of = support.latest(function(c)
+  local paged = support.paged(c)
+  for i = 2, c.holes and #paged.tables or 0, 5 do paged.tables[i] = -1 end
+  return paged
+end)
 
 --- The memory, the number of query heads and the queries of a case.
 function M.prepare(c)
@@ -77,9 +97,11 @@ function M.describe(name, run, tolerance, of_summaries)
 
   busted.describe(name .. " on CUDA #gpu", function()
     support.it_on_gpu("agrees with the CPU", function(cuda, cpu)
-      for i, c in ipairs(list) do
-        support.close((run(cuda, c)), (run(cpu, c)), 2 * tolerance, 1e-6,
-          ("scores of case %d"):format(i))
+      for _, cases in ipairs { list, M.many_heads } do
+        for i, c in ipairs(cases) do
+          support.close((run(cuda, c)), (run(cpu, c)), 2 * tolerance, 1e-6,
+            ("scores of case %d, %d heads"):format(i, c.group or 1))
+        end
       end
     end)
   end)

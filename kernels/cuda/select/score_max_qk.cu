@@ -7,6 +7,8 @@
  *   lens    i32                  [seqs]
  *   scores  f32                  [seqs, kv_heads, max_blocks]   -inf past the last block, and
  *                                for a table entry that is no block
+ * On Hopper many heads over 16-bit rows have score_wgmma, if the result is a maximum or blocks
+ * have 16 tokens.
  *
  * Bytes      tokens * kv_heads * head_dim * element
  * Limit      memory

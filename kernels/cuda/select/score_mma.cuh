@@ -136,9 +136,15 @@ __device__ __forceinline__ void score_products(float (&c)[GROUPS][4], const uint
     for (int i = 0; i < 4; i++) c[g][i] = sums[0][g][i] + sums[1][g][i];
 }
 
+/* What the numbers of a head of q, of which the largest is `most`, are multiplied with to become
+ * f16: it becomes 2^14 ... 2^15. */
+__device__ __forceinline__ float score_scale(float most) {
+  return most > 0.f && most < INFINITY ? ldexpf(1.f, 14 - max(ilogbf(most), -100)) : 1.f;
+}
+
 /* Splits dims 8 piece ... 8 piece + 7 of each of a head's ROWS rows of q into terms, and writes
- * them to rows [terms][ROWS][padded] at `to`. Where q becomes f16, the head's largest number
- * is scaled to 2^14 ... 2^15; *unscale becomes what its sums must be multiplied with. D / 8
+ * them to rows [terms][ROWS][padded] at `to`. Where q becomes f16, the head's numbers
+ * are scaled; *unscale becomes what its sums must be multiplied with. D / 8
  * neighbouring lanes have the pieces of a head. */
 template <class T, int D, int ROWS>
 __device__ __forceinline__ void score_store_terms(const float (&x)[ROWS][8], int head,
@@ -153,7 +159,7 @@ __device__ __forceinline__ void score_store_terms(const float (&x)[ROWS][8], int
 #pragma unroll
       for (int e = 0; e < 8; e++) most = fmaxf(most, fabsf(x[r][e]));
     most = warp_max<D / 8>(most);
-    if (most > 0.f && most < INFINITY) scale = ldexpf(1.f, 14 - max(ilogbf(most), -100));
+    scale = score_scale(most);
   }
   if (piece == 0) *unscale = 1.f / scale;
   float left[ROWS][8];

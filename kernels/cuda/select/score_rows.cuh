@@ -7,7 +7,8 @@
  * groups take several passes over a tile. The bound by min and max is a matrix product too,
  * with q split by sign:
  *   sum_d max(q_d min_d, q_d max_d) = sum_d min(q_d, 0) min_d + max(q_d, 0) max_d.
- * score_mma.cuh has the products, which the kernels of expressions share.
+ * score_mma.cuh has the products, which the kernels of expressions share. Many heads over
+ * 16-bit rows have a kernel of their own on Hopper, score_wgmma.cuh.
  *
  * As in paged_decode.cuh each warp is its own pipeline of asynchronous copies. Thread blocks
  * for the same range of blocks and different KV heads are neighbours in the grid: what they
@@ -21,10 +22,8 @@
 #include <algorithm>
 
 #include "args/select.h"
-#include "cuda/divide.cuh"
-#include "cuda/programmatic.cuh"
+#include "cuda/select/score_wgmma.cuh"
 #include "cuda/strip.cuh"
-#include "cuda/select/score_queries.cuh"
 
 namespace kvl {
 
@@ -427,11 +426,9 @@ __global__ void __launch_bounds__(256)
                                                                              : joined / group;
 }
 
-/* each: blocks that a thread block takes; 0 lets this function choose. Fails if fewer than
- * `beside` thread blocks fit on an SM. */
+/* each: blocks that a thread block takes; 0 lets this function choose. */
 template <class T, int D, score_kind KIND>
-int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int beside = 1,
-                     int64_t each = 0) {
+int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int64_t each = 0) {
   using shape = score_shape<T, D, KIND>;
   constexpr bool OF_TOKENS = KIND == SCORE_MAX_QK || KIND == SCORE_TILES;
   const int64_t group = a.heads / a.kv_heads, padded = (group + 7) / 8 * 8;
@@ -455,7 +452,7 @@ int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int beside = 
     bytes += each * group * 4;
   }
   const int64_t parts = (a.max_blocks + each - 1) / each;
-  if (beside * (bytes + 1024) > q->shared_optin + 1024) return KVL_ERR_UNSUPPORTED;
+  if (bytes > q->shared_optin) return KVL_ERR_UNSUPPORTED;
   int status = allow_shared<score_rows<T, D, KIND>>(q, q->shared_optin);
   if (status < 0) return status;
   const unsigned grid = (unsigned)(parts * a.seqs * a.kv_heads);
@@ -465,22 +462,20 @@ int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int beside = 
 }
 
 template <class T, score_kind KIND>
-int launch_score_of(const score_call &a, const kvl_cuda_queue *q, int beside) {
+int launch_score_of(const score_call &a, const kvl_cuda_queue *q) {
   if (a.head_dim % WIDE<T> || a.head_dim % 8 || a.head_dim > 256 || !aligned16(a.rows, a.q) ||
       a.block_stride >> 32)
     return KVL_ERR_UNSUPPORTED;
-  if (a.head_dim <= 64) return launch_score_dim<T, 64, KIND>(a, q, beside);
-  if (a.head_dim <= 128) return launch_score_dim<T, 128, KIND>(a, q, beside);
-  return launch_score_dim<T, 256, KIND>(a, q, beside);
+  if (a.head_dim <= 64) return launch_score_dim<T, 64, KIND>(a, q);
+  if (a.head_dim <= 128) return launch_score_dim<T, 128, KIND>(a, q);
+  return launch_score_dim<T, 256, KIND>(a, q);
 }
-template <score_kind KIND>
-int launch_score_of(const score_call &a, const kvl_cuda_queue *q, int beside) {
-  if (a.rows_dtype == KVL_DTYPE_BF16)
-    return launch_score_of<__nv_bfloat16, KIND>(a, q, beside);
-  if (a.rows_dtype == KVL_DTYPE_F16) return launch_score_of<__half, KIND>(a, q, beside);
-  if (a.rows_dtype == KVL_DTYPE_F32) return launch_score_of<float, KIND>(a, q, beside);
+template <score_kind KIND> int launch_score_of(const score_call &a, const kvl_cuda_queue *q) {
+  if (a.rows_dtype == KVL_DTYPE_BF16) return launch_score_of<__nv_bfloat16, KIND>(a, q);
+  if (a.rows_dtype == KVL_DTYPE_F16) return launch_score_of<__half, KIND>(a, q);
+  if (a.rows_dtype == KVL_DTYPE_F32) return launch_score_of<float, KIND>(a, q);
   if constexpr (KIND != SCORE_MEAN) /* a mean is never f8 */
-    if (a.rows_dtype == KVL_DTYPE_F8E4M3) return launch_score_of<f8e4m3, KIND>(a, q, beside);
+    if (a.rows_dtype == KVL_DTYPE_F8E4M3) return launch_score_of<f8e4m3, KIND>(a, q);
   return KVL_ERR_UNSUPPORTED;
 }
 
@@ -518,16 +513,14 @@ int launch_score_wide(const score_call &a, const kvl_cuda_queue *q) {
 
 template <score_kind KIND> int launch_score(const score_call &a, const kvl_cuda_queue *q) {
   if (a.seqs == 0 || a.max_blocks == 0 || a.kv_heads == 0) return KVL_OK;
+  int status = KVL_ERR_UNSUPPORTED;
+  if constexpr (KIND != SCORE_TILES) status = launch_score_wgmma<KIND>(a, q);
   if constexpr (KIND == SCORE_MAX_QK)
-    if (a.block_size % 16 == 0) return launch_score<SCORE_TILES>(a, q);
-  /* Of a mean, or of least and greatest numbers, score_rows_wide is the faster one on Hopper where
-   * a thread block of score_rows, with its queries, would be alone on an SM. */
-  constexpr bool HAS_WIDE = KIND == SCORE_MEAN || KIND == SCORE_MINMAX;
-  int status = launch_score_of<KIND>(a, q, HAS_WIDE && is_hopper(q) ? 2 : 1);
-  if constexpr (HAS_WIDE) {
+    if (status == KVL_ERR_UNSUPPORTED && a.block_size % 16 == 0)
+      return launch_score<SCORE_TILES>(a, q);
+  if (status == KVL_ERR_UNSUPPORTED) status = launch_score_of<KIND>(a, q);
+  if constexpr (KIND == SCORE_MEAN || KIND == SCORE_MINMAX)
     if (status == KVL_ERR_UNSUPPORTED) status = launch_score_wide<KIND>(a, q);
-    if (status == KVL_ERR_UNSUPPORTED) status = launch_score_of<KIND>(a, q, 1);
-  }
   if (status == KVL_ERR_UNSUPPORTED) {
     int64_t parts = (a.max_blocks + 256 / WARP - 1) / (256 / WARP);
     dim3 grid((unsigned)(parts * a.seqs), (unsigned)a.kv_heads);
