@@ -7,8 +7,8 @@
  *   scores   f32           [seqs, kv_heads, max_blocks]   -inf past the last block, and
  *                           for a table entry that is no block
  * Any head_dim works; multiples of 8 up to 256 in 16-byte aligned rows take the fast kernel.
- * On Hopper many heads over 16-bit rows have score_wgmma. Elsewhere longer rows have
- * score_rows_wide for some dtypes.
+ * On Hopper many heads over 16-bit rows have score_wgmma. What neither takes, such as longer
+ * rows, has score_rows_wide for some dtypes.
  *
  * Bytes      valid blocks * kv_heads * head_dim * element
  * Limit      memory; at 67 MB start and end cost much: a plain read takes 25 us

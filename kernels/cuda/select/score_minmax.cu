@@ -8,10 +8,10 @@
  *   scores   f32                  [seqs, kv_heads, max_blocks]   -inf past the last block,
  *                                 and for a table entry that is no block
  * Any head_dim works; multiples of 8 (f8e4m3: of 16) up to 256 in 16-byte aligned rows take
- * the fast kernel. On Hopper many heads over 16-bit rows have score_wgmma. Elsewhere longer
- * rows, and more heads than have room for their queries in shared memory, have score_rows_wide
- * for some dtypes. Where min or max is infinite, the bound is NaN if a query has the other sign
- * there; also if q is split into terms.
+ * the fast kernel. On Hopper many heads over 16-bit rows have score_wgmma. What neither takes,
+ * such as longer rows and queries that have no room in shared memory, has score_rows_wide for
+ * some dtypes. Where min or max is infinite, the bound is NaN if a query has the other sign
+ * there, and may be if q is split into terms.
  *
  * Bytes      valid blocks * kv_heads * 2 * head_dim * element
  * Limit      memory; at 134 MB start and end cost much: a plain read takes 47 us

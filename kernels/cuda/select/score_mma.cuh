@@ -136,8 +136,8 @@ __device__ __forceinline__ void score_products(float (&c)[GROUPS][4], const uint
     for (int i = 0; i < 4; i++) c[g][i] = sums[0][g][i] + sums[1][g][i];
 }
 
-/* What the numbers of a head of q, of which the largest is `most`, are multiplied with to become
- * f16: it becomes 2^14 ... 2^15. */
+/* What the numbers of a head of q are multiplied with to become f16. The largest, `most`,
+ * becomes 2^14 ... 2^15. */
 __device__ __forceinline__ float score_scale(float most) {
   return most > 0.f && most < INFINITY ? ldexpf(1.f, 14 - max(ilogbf(most), -100)) : 1.f;
 }

@@ -9,8 +9,8 @@
  * threads ask for the one `stages - 1` later, and the other warpgroup waits, adds or joins.
  * More heads than N take several passes over the thread block's items.
  *
- * The tensor cores truncate sums where they should round. So a chain of sums is at most 24
- * products of 16 dims long, and chains are added in fp32.
+ * The tensor cores truncate sums where they should round. So a chain of sums is one chunk long,
+ * or two if q has one term, has the smallest terms first, and is added to others in fp32.
  *
  * For 128 heads of 128 dims a chunk takes 256 cycles of the tensor cores for each term of q,
  * and 410 of memory at 4.6 TB/s on 132 SMs. */
@@ -34,7 +34,7 @@ struct score_wgmma_plan {
 };
 
 /* Shared memory beside queries and rings. */
-template <score_kind KIND, int N> struct score_wgmma_shared {
+template <score_kind KIND, int N> struct alignas(16) score_wgmma_shared {
   static constexpr int BLOCKS = KIND == SCORE_MAX_QK ? 1024 : 1; /* of a thread block */
   uint32_t most[N]; /* the bits of the largest |q| of a head */
   float unscale[N];
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(SCORE_WARPGROUPS *WARPGROUP, 1)
     if (++next.chunk == chunks) next.chunk = 0, next.tile += SCORE_WARPGROUPS;
   };
 
-  const int chain = plan.terms == 1 ? 2 * ROWS : ROWS; /* chunks */
+  const int chain = plan.terms == 1 ? 2 : 1; /* chunks */
   for (int head0 = 0; head0 < group; head0 += plan.heads) {
     const int heads = min(plan.heads, group - head0);
     const bool last = head0 + heads == group;
@@ -274,18 +274,19 @@ __global__ void __launch_bounds__(SCORE_WARPGROUPS *WARPGROUP, 1)
         fence_async();
         named_sync(1 + mine, WARPGROUP); /* all have it, and have read the one before */
         const uint64_t x = rows_at<128>(ring + stage * SCORE_CHUNK);
-        uint64_t y = rows_at<128>(q + (chunk % ROWS * parts + chunk / ROWS) * (N * 128));
+        const int matrix = chunk % ROWS * parts + chunk / ROWS;
+        uint64_t y = rows_at<128>(q + (plan.terms - 1) * term_bytes + matrix * (N * 128));
         stage = stage + 1 == stages ? 0 : stage + 1;
-        products_begin();
         bool add = of_chain > 0;
 #pragma unroll 1
         for (int t = 0; t < plan.terms; t++) {
+          products_begin();
 #pragma unroll
           for (int k = 0; k < SCORE_PART / 16; k++) {
             product<T>(sums, matrix_plus(x, 32 * k), matrix_plus(y, 32 * k), add);
             add = true;
           }
-          y = matrix_plus(y, term_bytes);
+          y = matrix_plus(y, -term_bytes);
         }
         products_commit();
         fetch();
@@ -364,13 +365,13 @@ int launch_score_wgmma(const score_call &a, const kvl_cuda_queue *q) {
   const int64_t pairs = a.seqs * a.kv_heads;
   const int64_t per_block = KIND == SCORE_MAX_QK ? a.block_size : 1;
   const int64_t tiles = (a.max_blocks * per_block + SCORE_ITEMS - 1) / SCORE_ITEMS;
-  int64_t least = 0, each = 1; /* the time in tiles, and what a thread block takes */
-  for (int64_t parts = 1; parts <= tiles && pairs * (parts - 1) <= 4 * q->sm_count; parts++) {
-    const int64_t mine = (tiles + parts - 1) / parts,
-                  waves = ceil_div(pairs * parts, q->sm_count);
-    const int64_t time = waves *
-                         (ceil_div(mine, SCORE_WARPGROUPS) * SCORE_WARPGROUPS + START);
-    if (least == 0 || time < least) least = time, each = mine;
+  int64_t least = INT64_MAX, each = 1; /* the time in tiles, and what a thread block takes */
+  for (int waves = 1; waves <= 4; waves++) {
+    const int64_t parts = std::clamp<int64_t>(waves * q->sm_count / pairs, 1, tiles);
+    const int64_t mine = (tiles + parts - 1) / parts;
+    const int64_t turns = ceil_div(mine, SCORE_WARPGROUPS) * SCORE_WARPGROUPS + START;
+    const int64_t time = ceil_div(pairs * parts, q->sm_count) * turns;
+    if (time < least) least = time, each = mine;
   }
   each = std::max<int64_t>(each * SCORE_ITEMS / per_block, 1);
   if (KIND == SCORE_MAX_QK) each = std::min<int64_t>(each, shared::BLOCKS);
