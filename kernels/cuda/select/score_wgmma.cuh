@@ -277,18 +277,19 @@ __global__ void __launch_bounds__(SCORE_WARPGROUPS *WARPGROUP, 1)
         const int matrix = chunk % ROWS * parts + chunk / ROWS;
         uint64_t y = rows_at<128>(q + (plan.terms - 1) * term_bytes + matrix * (N * 128));
         stage = stage + 1 == stages ? 0 : stage + 1;
+        /* A group for each term: of one for all of them ptxas 13.0 said that it orders products,
+         * or serialises them. */
         bool add = of_chain > 0;
 #pragma unroll 1
         for (int t = 0; t < plan.terms; t++) {
           products_begin();
 #pragma unroll
-          for (int k = 0; k < SCORE_PART / 16; k++) {
-            product<T>(sums, matrix_plus(x, 32 * k), matrix_plus(y, 32 * k), add);
-            add = true;
-          }
+          for (int k = 0; k < SCORE_PART / 16; k++)
+            product<T>(sums, matrix_plus(x, 32 * k), matrix_plus(y, 32 * k), add || k > 0);
+          products_commit();
+          add = true;
           y = matrix_plus(y, -term_bytes);
         }
-        products_commit();
         fetch();
         products_wait<0>();
         settle(sums);
