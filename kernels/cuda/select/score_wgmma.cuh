@@ -277,8 +277,8 @@ __global__ void __launch_bounds__(SCORE_WARPGROUPS *WARPGROUP, 1)
         const int matrix = chunk % ROWS * parts + chunk / ROWS;
         uint64_t y = rows_at<128>(q + (plan.terms - 1) * term_bytes + matrix * (N * 128));
         stage = stage + 1 == stages ? 0 : stage + 1;
-        /* A group for each term: of one for all of them ptxas 13.0 said that it orders products,
-         * or serialises them. */
+        /* Each term has a group of its own: where one group had all, ptxas 13.0 put fences
+         * between products, or serialised them. */
         bool add = of_chain > 0;
 #pragma unroll 1
         for (int t = 0; t < plan.terms; t++) {
