@@ -33,8 +33,8 @@ struct score_wgmma_plan {
   divisor by_block;  /* divides by the block size */
 };
 
-/* Shared memory beside queries and rings. */
-template <score_kind KIND, int N> struct alignas(16) score_wgmma_shared {
+/* Shared memory beside queries and rings, of which nvcc makes a multiple of 128 bytes. */
+template <score_kind KIND, int N> struct alignas(128) score_wgmma_shared {
   static constexpr int BLOCKS = KIND == SCORE_MAX_QK ? 1024 : 1; /* of a thread block */
   uint32_t most[N]; /* the bits of the largest |q| of a head */
   float unscale[N];
@@ -397,7 +397,8 @@ int launch_score_wgmma(const score_call &a, const kvl_cuda_queue *q) {
     return KVL_ERR_UNSUPPORTED;
   const int64_t group = a.heads / a.kv_heads;
   const int terms = half ? score_terms<__half>(a.dtype) : score_terms<__nv_bfloat16>(a.dtype);
-  if (group * terms <= (a.head_dim > 128 ? 16 : 32)) return KVL_ERR_UNSUPPORTED;
+  const int few = a.head_dim > 128 ? 16 : KIND == SCORE_MINMAX || terms == 1 ? 32 : 48;
+  if (group * terms <= few) return KVL_ERR_UNSUPPORTED;
   auto by_heads = [&](auto x) {
     using T = decltype(x);
     return group <= 64 ? launch_score_wgmma<T, KIND, 64>(a, q)
