@@ -104,16 +104,18 @@ local function values_in(c, prefix, found)
   return found
 end
 
---- Every pair of values that a case has, as text; a field that only other cases have
--- counts as "field=nil".
-local function pairs_in(c, fields)
+--- Every pair of values that a case has, as text, or with `alone` every value; a field
+-- that only other cases have counts as "field=nil".
+local function pairs_in(c, fields, alone)
   local values, found = values_in(c, "", {}), {}
   for _, field in ipairs(fields) do
     if c[field] == nil then values[#values + 1] = field .. "=nil" end
   end
   table.sort(values)
   for i = 1, #values do
-    for j = i, #values do found[#found + 1] = values[i] .. " " .. values[j] end
+    for j = i, alone and i or #values do
+      found[#found + 1] = values[i] .. " " .. values[j]
+    end
   end
   return found
 end
@@ -135,15 +137,16 @@ if not M.is_full then require("kvlab.kernel.run.compiler").level = "-Og" end
 --- A sample of a table of cases, in which any two values of two fields still come
 -- together where they do in the table; all of them if that is asked for. The case with
 -- most pairs that no other has brought is taken, the first of equals, until none is left;
--- so the sample depends on the table alone. Seeds do not count.
-function M.sample(list)
+-- so the sample depends on the table alone. Seeds do not count. alone: every value of a
+-- field comes, with whatever others.
+function M.sample(list, alone)
   if M.is_full then return list end
   local sample, is_taken, seen, found, fields = {}, {}, {}, {}, {}
   for _, c in ipairs(list) do
     for field in pairs(c) do fields[field] = type(field) == "string" or nil end
   end
   fields = M.names(fields)
-  for i, c in ipairs(list) do found[i] = pairs_in(c, fields) end
+  for i, c in ipairs(list) do found[i] = pairs_in(c, fields, alone) end
   repeat
     local best, most = nil, 0
     for i = 1, #list do
@@ -156,6 +159,13 @@ function M.sample(list)
   until not best
   for i, c in ipairs(list) do if is_taken[i] then sample[#sample + 1] = c end end
   return sample
+end
+
+--- A sample for the instruction set that is in use. The best one has a sample as above,
+-- the others, whose code is the same source in other widths, meet every value.
+function M.sample_for_isa(list)
+  local isas = M.isas()
+  return M.sample(list, M.isa() ~= isas[#isas])
 end
 
 --- What a build runs of a table of cheap cases: all of them, or in a hostile build a
@@ -393,16 +403,31 @@ function M.block_table(rng, lens, block_size, max_blocks, blocks)
   return flat
 end
 
---- Mark where each block's valid tokens end: a Lua table physical block -> tokens.
-local function valid_tokens(p)
-  local valid = {}
+--- Random K and V of the valid tokens, as their dtype holds them, and NaN in all others.
+-- pages_of: makes pages of a format that packs numbers.
+local function draw_pages(p, dtype, seed, pages_of)
+  local layout, cpu = p.layout, kv.device "cpu"
+  local size, dim, half = layout.block_size, layout.head_dim, 2 * layout.kv_heads
+  local all, drawn, from = M.filled(layout.blocks * half * size * dim, NAN), nil, 0
+  if pages_of then
+    drawn = M.numbers(select(3, pages_of(M.randn(cpu, "f32", { layout.blocks, 2,
+      layout.kv_heads, size, dim }, seed))))
+  else
+    local total = 0
+    for _, len in ipairs(p.lens) do total = total + len end
+    drawn = M.numbers(M.randn(cpu, dtype, { math.max(1, total), half, dim }, seed))
+  end
   for s, len in ipairs(p.lens) do
-    for b = 0, math.ceil(len / p.layout.block_size) - 1 do
-      valid[p.tables[(s - 1) * p.max_blocks + b + 1]] =
-        math.min(p.layout.block_size, len - b * p.layout.block_size)
+    for b = 0, math.ceil(len / size) - 1 do
+      local bytes = math.min(size, len - b * size) * dim * 8
+      for lane = 0, half - 1 do
+        local to = (p.tables[(s - 1) * p.max_blocks + b + 1] * half + lane) * size * dim
+        ffi.copy(all.values + to, drawn.values + (pages_of and to or from), bytes)
+        from = from + bytes / 8
+      end
     end
   end
-  return valid
+  return all
 end
 
 --- Paged KV memory with random K and V in the valid tokens of every sequence and NaN in
@@ -429,20 +454,7 @@ function M.paged(c)
     if dtype == "int8" then return M.int8_pages(values) end
     return M.f8_latent_pages(values, c.value_dim)
   end
-  local drawn = M.randn(kv.device "cpu", packs and "f32" or dtype, shape, c.seed or 1)
-  if packs then drawn = select(3, pages_of(drawn)) end
-  p.cache = M.numbers(drawn)
-  local valid, i = valid_tokens(p), 0
-  for block = 0, layout.blocks - 1 do
-    for _ = 1, 2 * layout.kv_heads do
-      for token = 0, layout.block_size - 1 do
-        if token >= (valid[block] or 0) then
-          for d = 1, layout.head_dim do p.cache[i + d] = NAN end
-        end
-        i = i + layout.head_dim
-      end
-    end
-  end
+  p.cache = draw_pages(p, dtype, c.seed or 1, packs and pages_of)
   --- The memory, tables and lengths, and the format of what packs numbers.
   function p.on(dev)
     local memory, format

@@ -3,6 +3,8 @@
 --
 -- `layout` names the sizes: blocks, kv_heads, block_size, head_dim, and where they matter
 -- heads, max_blocks. Indices are 0-based; the arrays are Lua's, hence the + 1.
+local ffi = require "ffi"
+
 local M = {}
 
 local INF = math.huge
@@ -72,24 +74,21 @@ local function attend(a, q_at, kv_head, at, positions, position, slope, out, out
   local value = a.layout.kv_heads * a.layout.block_size * dim   -- from K to V
   local k_scale = a.k_scale and a.k_scale[kv_head + 1] or 1
   local v_scale = a.v_scale and a.v_scale[kv_head + 1] or 1
-  for d = 1, dim do out[out_at + d] = 0 end
+  local cache, mix, scale = a.cache, ffi.new("double[?]", dim + 1), a.scale * k_scale
   for i = 1, #at do
-    local s = a.scale * k_scale * dot(a.q, q_at, a.cache, at[i], dim)
+    local s = scale * dot(a.q, q_at, cache, at[i], dim)
     if a.soft_cap then s = a.soft_cap * math.tanh(s / a.soft_cap) end
     scores[i] = s + slope * (positions[i] - position)
     top = math.max(top, scores[i])
   end
   for i = 1, #at do
-    local weight = math.exp(scores[i] - top)
+    local weight, from = math.exp(scores[i] - top), at[i] + value
     sum = sum + weight
-    for d = 1, dim do
-      out[out_at + d] = out[out_at + d]
-        + weight * v_scale * a.cache[at[i] + value + d]
-    end
+    weight = weight * v_scale
+    for d = 1, dim do mix[d] = mix[d] + weight * cache[from + d] end
   end
-  if sum == 0 then return -INF end
-  for d = 1, dim do out[out_at + d] = out[out_at + d] / sum end
-  return top + math.log(sum)
+  for d = 1, dim do out[out_at + d] = sum == 0 and 0 or mix[d] / sum end
+  return sum == 0 and -INF or top + math.log(sum)
 end
 
 --- a: layout, q, cache, tables, lens, max_blocks, heads, scale, causal, and optionally
