@@ -2,7 +2,7 @@
 -- policy and attention specs run on. The numbers depend on the seed, the sequence and the
 -- position alone, so that runs cut in other chunks or batches see the same tokens.
 local kv = require "kvlab"
-require "spec.support" -- it says how well kernels are optimised
+require "spec.support" -- compiles kernels as specs do
 
 local M = {}
 

@@ -2,6 +2,7 @@
 local exam = require "models.recall.exam"
 local kv = require "kvlab"
 local prompts = require "models.recall.prompts"
+require "spec.support" -- compiles kernels as specs do
 
 describe("an exam #release", function()
   it("is passed with full attention", function()

@@ -7,6 +7,7 @@ local kv = require "kvlab"
 local llama = require "models.llama"
 local readings = require "models.reading"
 local temporary = require "spec.temporary"
+require "spec.support" -- compiles kernels as specs do
 
 local tokenizer = kv.tokenizer(kv.paths.root .. "/spec/data/tokenizers/smollm.json")
 
