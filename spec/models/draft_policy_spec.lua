@@ -11,7 +11,7 @@ local support = require "spec.support"
 local tiny = require "spec.models.tiny"
 local tried = require "spec.tried_policies"
 
-local VOCAB, TOKENS = 97, support.is_full and 60 or 36
+local VOCAB, TOKENS = 97, support.is_full and 60 or 24
 
 local TIERS = { resident = {}, ring = { offload = { slots = 2, slot_blocks = 2 } },
                 ["hot cache"] = { offload = { hot_slots = 400 } } }

@@ -9,7 +9,7 @@ local tried = require "spec.tried_policies"
 local LENGTHS = { 1, 3, 16, 17, 33, 160, 250 } -- tokens before the decoded one; block 16
 local RATIOS = { 0, 0.02, 0.1, 0.37, 1 }
 
-local dense = {} -- what full attention gives
+local of_full = {} -- what full attention gives
 
 -- Options beside the budget that suit the rig.
 local EXTRA = { layers = { dense = 1 } }
@@ -57,8 +57,8 @@ local function dense_steps(dev, o)
   local key = table.concat({ dev:name(), o.steps, o.dtype or "", o.format or "",
                              unpack(o.lengths) }, " ")
   o.policy = "full"
-  dense[key] = dense[key] or rig.decode(dev, o).steps
-  return dense[key]
+  of_full[key] = of_full[key] or rig.decode(dev, o).steps
+  return of_full[key]
 end
 
 local function rows_of(selection)

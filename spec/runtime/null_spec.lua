@@ -35,8 +35,14 @@ __attribute__((visibility("default"))) int kvl_code(const void *a, void *queue) 
   return (void)a, (void)queue, 0;
 }]], "plain")
 
---- Opens a handle of each kind, in a child that never closes them.
+--- Handles of all kinds in a child that never closes them: each is opened when it is
+-- first asked for.
 local function handles(dev)
+  local known, makers = {}, {}
+  setmetatable(known, { __index = function(_, kind)
+    known[kind] = makers[kind] and makers[kind]()
+    return rawget(known, kind)
+  end })
   local function out(open, kind, ...)
     local pointer = ffi.new(kind .. " *[1]")
     local arguments, n = { ... }, select("#", ...) -- some are nil
@@ -44,36 +50,59 @@ local function handles(dev)
     kv.check(open(unpack(arguments, 1, n + 1)))
     return pointer[0]
   end
-  local pool = out(C.kvl_pool_open, "kvl_pool", 8, 4, 0)
-  local store = out(C.kvl_store_open, "kvl_store", "memory:", 0, 1000)
-  local head = '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-  local path = temporary.file(string.char(#head) .. ("\0"):rep(7) .. head .. "abcd")
-  local tensor = kv.zeros(dev, "f32", { 2, 2 })
-  kv.check(C.kvl_graph_begin(dev))
-  local found = {
-    kvl_device = dev, kvl_tensor = tensor, kvl_pool = pool, kvl_store = store,
-    kvl_graph = out(C.kvl_graph_end, "kvl_graph", dev),
-    kvl_stream = out(C.kvl_stream_open, "kvl_stream", dev),
-    kvl_event = out(C.kvl_event_open, "kvl_event", dev),
-    kvl_sequence = out(C.kvl_sequence_open, "kvl_sequence", pool, 1, 1),
-    kvl_tables = out(C.kvl_tables_open, "kvl_tables", 1, 1, 1, 4),
-    kvl_ring = out(C.kvl_ring_open, "kvl_ring",
-      kv.zeros(dev, "f32", { 2, 2, 2, 1, 4, 8 }), nil, 1),
-    kvl_prefetch = out(C.kvl_prefetch_open, "kvl_prefetch", dev, store,
+  local function opens(kind, ...)
+    local arguments, n = { ... }, select("#", ...)
+    makers[kind] = function()
+      return out(C[kind .. "_open"], kind, unpack(arguments, 1, n))
+    end
+  end
+  opens("kvl_pool", 8, 4, 0)
+  opens("kvl_store", "memory:", 0, 1000)
+  opens("kvl_stream", dev)
+  opens("kvl_event", dev)
+  opens("kvl_tables", 1, 1, 1, 4)
+  if image then opens("kvl_code", dev, "code", image, #image) end
+  function makers.kvl_device() return dev end
+  function makers.kvl_tensor() return kv.zeros(dev, "f32", { 2, 2 }) end
+  function makers.kvl_graph()
+    kv.check(C.kvl_graph_begin(dev))
+    return out(C.kvl_graph_end, "kvl_graph", dev)
+  end
+  function makers.kvl_sequence()
+    return out(C.kvl_sequence_open, "kvl_sequence", known.kvl_pool, 1, 1)
+  end
+  function makers.kvl_ring()
+    return out(C.kvl_ring_open, "kvl_ring", kv.zeros(dev, "f32", { 2, 2, 2, 1, 4, 8 }),
+      nil, 1)
+  end
+  function makers.kvl_prefetch()
+    return out(C.kvl_prefetch_open, "kvl_prefetch", dev, known.kvl_store,
       ffi.new("kvl_prefetch_options", { bytes_staging = 65536, workers = 1,
-        max_pending = 4 })),
-    kvl_safetensors = out(C.kvl_safetensors_open, "kvl_safetensors", path),
-    kvl_gguf = out(C.kvl_gguf_open, "kvl_gguf", temporary.file(gguf.file {
+        max_pending = 4 }))
+  end
+  function makers.kvl_safetensors()
+    local head = '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    return out(C.kvl_safetensors_open, "kvl_safetensors", temporary.file(
+      string.char(#head) .. ("\0"):rep(7) .. head .. "abcd"))
+  end
+  function makers.kvl_gguf()
+    return out(C.kvl_gguf_open, "kvl_gguf", temporary.file(gguf.file {
       keys = { gguf.key("a", "u8", 1), gguf.key("b", "u8", 1) },
       tensors = { gguf.tensor("a", { 1 }, 0, 0), gguf.tensor("b", { 1 }, 0, 32) },
-      data = ("\0"):rep(36) })),
-    kvl_code = image and out(C.kvl_code_open, "kvl_code", dev, "code", image, #image),
-  }
-  local http = connections.open(client.options())
-  client.connect(http.port):send(client.text("POST", "/", "body"))
-  local exchange = processes.wait_until(function() return http:next(1e5) end, "a request")
-  found.kvl_http, found.kvl_http_exchange = http.handle, exchange.handle
-  return found
+      data = ("\0"):rep(36) }))
+  end
+  function makers.kvl_http()
+    local http = connections.open(client.options())
+    client.connect(http.port):send(client.text("POST", "/", "body"))
+    known.http = http
+    known.kvl_http_exchange = processes.wait_until(function() return http:next(1e5) end,
+      "a request").handle
+    return http.handle
+  end
+  function makers.kvl_http_exchange()
+    return known.kvl_http and rawget(known, "kvl_http_exchange")
+  end
+  return known
 end
 
 --- A right value of a type, or nil where there is none here.

@@ -142,8 +142,9 @@ end
 
 describe("random scripts of a server under policies that evict", function()
   it("give each request what it gets by hand, and lose no page", function()
-    local count = 0
-    for seed = 1, support.is_full and 60 or 12 do count = count + run(seed) end
-    assert.is_true(count > 60, count)
+    local count, first, last = 0, 6, 12 -- tables by layer are replayed for every 12th
+    if support.is_full then first, last = 1, 60 end
+    for seed = first, last do count = count + run(seed) end
+    assert.is_true(count > 5 * (last - first + 1), count)
   end)
 end)
