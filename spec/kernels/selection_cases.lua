@@ -45,7 +45,7 @@ end
 function M.on_cpu(topic, run, expected)
   expected = support.once(expected)
   support.it_on_cpu(topic[1], function(dev)
-    for i, c in ipairs(support.sample(topic[2])) do
+    for i, c in ipairs(support.sample_for_isa(topic[2])) do
       local selection, counts = run(dev, c, true)
       compare(c, i, selection, counts, expected(c))
     end

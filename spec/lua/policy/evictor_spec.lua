@@ -21,7 +21,7 @@ function worth.knorm(token) return -math.sqrt(reference.dot(token.k, token.k)) e
 local function once(seq, layer, head, make)
   local kept = seq.kept or {}
   seq.kept = kept
-  local key = ("%d %d %d"):format(layer, head, seq.length)
+  local key = (seq.length * LAYERS + layer) * KV_HEADS + head
   kept[key] = kept[key] or make()
   return kept[key]
 end
