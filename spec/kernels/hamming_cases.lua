@@ -44,6 +44,7 @@ M.prepare = support.latest(function(c)
   if c.per == "token" then table.insert(dims, 3, c.block_size) end
   p.hashes = hashes.random(cpu, dims, c.bits, rng, c.few)
   p.q_hashes = hashes.random(cpu, { #c.lens, c.kv_heads, words }, c.bits, rng, c.few)
+  p.stored, p.bits = hashes.words(p.hashes), {} -- bits by the word that they begin at
   function p.on(dev)
     return p.hashes:to(dev), kv.from(dev, "i32", { #c.lens, c.max_blocks }, p.tables),
       kv.from(dev, "i32", { #c.lens }, c.lens)
@@ -55,7 +56,7 @@ end)
 -- of a query's hash (those of the case's q_hashes).
 function M.scores(c, s, head, q_bits)
   local p = M.prepare(c)
-  local stored, asked = hashes.words(p.hashes), hashes.words(p.q_hashes)
+  local stored, asked = p.stored, hashes.words(p.q_hashes)
   q_bits = q_bits or function(seq, g)
     return hashes.bits(asked, (seq * c.kv_heads + g) * p.words, c.bits)
   end
@@ -64,7 +65,8 @@ function M.scores(c, s, head, q_bits)
     blocks = p.blocks, block_size = c.block_size, is_token = c.per == "token",
     hash_of = function(block, g, t)
       local at = ((block * c.kv_heads + g) * tokens + t) * p.words
-      return hashes.bits(stored, at, c.bits)
+      p.bits[at] = p.bits[at] or hashes.bits(stored, at, c.bits)
+      return p.bits[at]
     end }
   if not c.is_shared then return reference.scores(a, s, head, q_bits(s, head)) end
   local best = reference.scores(a, s, 0, q_bits(s, 0))

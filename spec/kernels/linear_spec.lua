@@ -12,7 +12,7 @@ local NUMBER = { plain = kv.C.KVL_LINEAR_PLAIN, add = kv.C.KVL_LINEAR_ADD,
 local function silu(x) return x / (1 + math.exp(-x)) end
 
 --- The inputs of a case: weights so small that y is about 1.
-local function inputs(s)
+local inputs = S.latest(function(s)
   local weight = S.randn(cpu, "f32", { s.n, s.k }, 2)
   weight:mul(1 / math.sqrt(s.k), weight)
   return {
@@ -21,7 +21,7 @@ local function inputs(s)
     bias = s.extras and S.randn(cpu, s.dtype, { s.n }, 4),
     before = S.randn(cpu, s.out or s.dtype, { s.rows, s.outputs }, 5),
   }
-end
+end)
 
 local function run(dev, s)
   local i = inputs(s)

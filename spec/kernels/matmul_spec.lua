@@ -66,15 +66,18 @@ describe("matmul", function()
   for _, size in ipairs { { 1100, 300, 64 }, { 64, 5000, 900 }, { 4, 5000, 900 } } do
     for _, transposed in ipairs { true, false } do
       local m, n, k = size[1], size[2], size[3]
+      local given = S.for_all_isas(function()
+        local row = S.randn(cpu, "bf16", { 1, k }, 1)
+        local b = S.randn(cpu, "bf16", transposed and { n, k } or { k, n }, 2)
+        return row, b, reference.matmul(row:list(), b:list(),
+          { batch = 1, m = 1, n = n, k = k, transposed = transposed })
+      end)
       S.it_on_cpu(("crosses panels at %dx%dx%d%s"):format(m, n, k,
         transposed and ", b transposed" or ""), function(dev)
-        local row = S.randn(dev, "bf16", { 1, k }, 1)
-        local b = S.randn(dev, "bf16", transposed and { n, k } or { k, n }, 2)
+        local row, b, want = given()
         local a, out = kv.tensor(dev, "bf16", { m, k }), S.poisoned(dev, "f32", { m, n })
         kv.check(kv.C.kvl_gather_rows(row, kv.zeros(dev, "i32", { m }), a))
         kv.check(kv.C.kvl_matmul(a, b, transposed and 1 or 0, out))
-        local want = reference.matmul(row:list(), b:list(),
-          { batch = 1, m = 1, n = n, k = k, transposed = transposed })
         for _, i in ipairs { 0, 1, m - 2, m - 1 } do
           S.close(out:index(i), want, tolerance(k))
         end

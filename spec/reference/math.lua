@@ -214,16 +214,27 @@ end
 function M.topk(values, n, k, largest)
   local out = {}
   for first = 0, #values - 1, n do
-    local order = {}
-    for i = 1, n do order[i] = i end
-    table.sort(order, function(i, j)
-      local x, y = values[first + i], values[first + j]
-      if (x ~= x) ~= (y ~= y) then return y ~= y end
-      if x == y or x ~= x then return i < j end
-      if largest then return x > y end
-      return x < y
-    end)
-    for i = 1, k do out[#out + 1] = order[i] - 1 end
+    -- the different values in order, and the places of each: sorting places with a
+    -- function would call it for every two of them
+    local places, order, nans, count = {}, {}, {}, 0
+    for i = 1, n do
+      local x = values[first + i]
+      local list = x ~= x and nans or places[x]
+      if not list then
+        list = {}
+        places[x], order[#order + 1] = list, largest and -x or x
+      end
+      list[#list + 1] = i - 1
+    end
+    table.sort(order)
+    for at = 1, #order + 1 do
+      local x = order[at]
+      for _, i in ipairs(x and places[largest and -x or x] or not x and nans or {}) do
+        if count == k then break end
+        out[#out + 1], count = i, count + 1
+      end
+      if count == k then break end
+    end
   end
   return out
 end

@@ -49,8 +49,8 @@ local RINGS = { { 16, 1, 1 }, { 16, 2, 1 }, { 16, 4, 2 }, { 16, 3, 64 }, { 5, 2,
 local function check_equalities(dev)
   for i, name in ipairs(tried.names "decode") do
     local function decode_of(size)
-      return { policy = name, options = options_of(name), steps = STEPS, lengths = LENGTHS,
-               block_size = size, blocks = 256, chunk = 50 }
+      return { policy = name, options = options_of(name), steps = STEPS,
+               lengths = LENGTHS, block_size = size, blocks = 256, chunk = 50 }
     end
     local resident = {} -- by block size
     local function resident_of(size)
