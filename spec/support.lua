@@ -104,8 +104,8 @@ local function values_in(c, prefix, found)
   return found
 end
 
---- Every pair of values that a case has, as text, or with `alone` every value; a field
--- that only other cases have counts as "field=nil".
+--- Every pair of values that a case has, as text, or with `alone` every value, and each
+-- with the dtype; a field that only other cases have counts as "field=nil".
 local function pairs_in(c, fields, alone)
   local values, found = values_in(c, "", {}), {}
   for _, field in ipairs(fields) do
@@ -113,8 +113,10 @@ local function pairs_in(c, fields, alone)
   end
   table.sort(values)
   for i = 1, #values do
-    for j = i, alone and i or #values do
-      found[#found + 1] = values[i] .. " " .. values[j]
+    for j = i, #values do
+      local pair = values[i] .. " " .. values[j]
+      local is_one = i == j or not alone or (" " .. pair):find(" dtype=", 1, true)
+      if is_one then found[#found + 1] = pair end
     end
   end
   return found
@@ -137,8 +139,8 @@ if not M.is_full then require("kvlab.kernel.run.compiler").level = "-Og" end
 --- A sample of a table of cases, in which any two values of two fields still come
 -- together where they do in the table; all of them if that is asked for. The case with
 -- most pairs that no other has brought is taken, the first of equals, until none is left;
--- so the sample depends on the table alone. Seeds do not count. alone: every value of a
--- field comes, with whatever others.
+-- so the sample depends on the table alone. Seeds do not count. alone: every value comes
+-- with every dtype, but with whatever other values.
 function M.sample(list, alone)
   if M.is_full then return list end
   local sample, is_taken, seen, found, fields = {}, {}, {}, {}, {}
@@ -162,7 +164,8 @@ function M.sample(list, alone)
 end
 
 --- A sample for the instruction set that is in use. The best one has a sample as above,
--- the others, whose code is the same source in other widths, meet every value.
+-- the others, whose code is the same source in other widths, meet every value with every
+-- dtype.
 function M.sample_for_isa(list)
   local isas = M.isas()
   return M.sample(list, M.isa() ~= isas[#isas])
