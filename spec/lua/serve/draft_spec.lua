@@ -342,7 +342,7 @@ describe("an answer with drafts by a policy", function()
         { policy = kv.policy("h2o_blocks", { ratio = 0.2 }) },
         with { ratio = { 0.1, 0.4 } },
         with { ratio = { 0.1, 0.4 }, split = "adaptive", reuse = true },
-        { policy = "streaming_blocks", blocks = 1, tokens = 3 } }, 3 * nth, 4)
+        { policy = "streaming_blocks", blocks = 1, tokens = 3 } }, 3 * nth, 2)
       for _, d in ipairs(drafts) do
         local got = generate(open(TIERS[tier]), PROMPTS, { max_tokens = 40, draft = d })
         assert.same(ids_of(want), ids_of(got))

@@ -105,7 +105,7 @@ local function check(dev)
       local ways = { { chunk = 512 }, { chunk = 64 }, { chunk = 8 },
                      { chunk = 37, server = { max_seqs = 3 } },
                      { chunk = 16, server = { max_seqs = 1 } } }
-      for _, o in ipairs(support.one_each(ways, 2, 3)) do
+      for _, o in ipairs(support.one_each(ways, 2, 2)) do
         same_as_alone(dev, o)
       end
     end)
@@ -226,7 +226,7 @@ local function check(dev)
       local first, store = { tokens = workload()[1].tokens, max_tokens = 8 }, open_store()
       serve(dev, { first }, { server = { store = store } })
       local names = { "quest", "block_mean", "gsa_on_device", "gsa", "infllm" }
-      for _, name in ipairs(support.one_each(names, 3, 3)) do
+      for _, name in ipairs(support.one_each(names, 3, 2)) do
         local policy = kv.policy(name, { ratio = 0.2,
                                               scores = name == "gsa" and "mean" or nil })
         local _, want = serve(dev, { first }, { policy = policy })
