@@ -75,8 +75,7 @@ local declarations = read_declarations()
 -- knows how many dims there are (kvlab.tensor.sizes), which an array in C does not.
 local struct = assert(declarations:find("typedef struct kvl_tensor {", 1, true))
 local before, after = declarations:find("shape[6];", struct, true)
-local declared = declarations:sub(1, before - 1) .. "sizes[6];" .. declarations:sub(after + 1)
-ffi.cdef(declared)
+ffi.cdef(declarations:sub(1, before - 1) .. "sizes[6];" .. declarations:sub(after + 1))
 local C = load_library(M.paths.library_dir)
 M.C = C
 if C.kvl_abi() ~= cksum(declarations) then
