@@ -89,6 +89,7 @@ end
 -- options of the engine. o.prefill_policy: an opened policy for prefill (full). o.dtype:
 -- of q, k and v (f32); o.format: of the cache (the same). o.window, o.soft_cap,
 -- o.alibi: of the attention. o.steady: so many positions in a row have one query (1).
+-- o.max_seqs: that there is room for (8).
 -- o.scoped: every step in a kv.scope of its own (which frees what it selected); run the
 -- same without it first, that draws the tokens. o.heads: query heads (8). o.value_dim:
 -- values are so many first numbers of their keys, and only keys are held; with o.apart
@@ -104,7 +105,7 @@ function M.new(dev, o)
   end
   local offload
   if o.offload then
-    offload = { max_seqs = 8 }
+    offload = { max_seqs = o.max_seqs or 8 }
     for key, value in pairs(o.offload) do offload[key] = value end
   end
   rig.cache = kv.cache { device = dev, format = o.format or rig.dtype,
@@ -115,12 +116,13 @@ function M.new(dev, o)
     k_scale = scales(dev, o, 71), v_scale = scales(dev, o, 72) }
   rig.policy = type(o.policy) == "table" and o.policy
     or kv.policy(o.policy or "full", o.options)
-  rig.attention = kv.attention { cache = rig.cache, heads = rig.heads, max_seqs = 8,
+  rig.attention = kv.attention { cache = rig.cache, heads = rig.heads,
+    max_seqs = o.max_seqs or 8,
     prefill_policy = o.prefill_policy, decode_policy = rig.policy, alibi = o.alibi,
     window = o.window, soft_cap = o.soft_cap, decode_through = o.decode_through,
     index = o.index and { heads = o.index.heads, dim = o.index.dim } }
   rig.index_of = o.index and o.index.make
-  rig.batch = rig.cache:batch { max_seqs = 8, max_tokens = 512 }
+  rig.batch = rig.cache:batch { max_seqs = o.max_seqs or 8, max_tokens = 512 }
   -- remember what the policy selected in each layer
   local select_blocks = rig.policy.select_blocks
   rig.policy.select_blocks = function(self, ctx)

@@ -89,6 +89,9 @@ local function check_equalities(dev)
     for _, slots in ipairs(support.one_each({ 1, 2, 8 }, 1, 2)) do
       check_offloaded(dev, o, { slots = slots, slot_blocks = 1 }, want, close)
     end
+    o.max_seqs = 1 -- so a slot holds one block: two passes once a second block is full
+    against_resident(dev, o, { slots = 2, slot_blocks = 1 }, close)
+    o.max_seqs = nil
     o.chunk = 409 -- 4090 = 10 * 409: chunks that begin and end inside blocks
     against_resident(dev, o, { slots = 2, slot_blocks = 2 }, close)
     local script = { { "prefill", 2, 3 }, { "decode", 2 }, { "prefill", 1, 500 },
