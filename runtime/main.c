@@ -243,7 +243,7 @@ int main(int argc, char **argv) {
   if (!open_standard_descriptors()) return 1;
   const char *const problem = open_with_environment(argv);
   if (problem) {
-    fprintf(stderr, "kvlab: %s\n", problem);
+    fprintf(stderr, "kvlab: %s; in a source tree `./kvlab build` builds it\n", problem);
     return 1;
   }
   atexit(check_stdout);
