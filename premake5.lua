@@ -176,8 +176,10 @@ local function cuda_sources()
   for _, unit in ipairs(os.matchfiles "build/units/*.cu") do
     if not wanted[unit] then os.remove(unit) end
   end
+  io.writefile("build/units/list", table.concat(sources, "\n") .. "\n") -- tools/check_cuda.sh
   return sources
 end
+local cuda_list = cuda_sources()
 
 if _OPTIONS["cuda"] == "on" then
   local gencode = {}
@@ -192,7 +194,7 @@ if _OPTIONS["cuda"] == "on" then
     language "C++"
     targetprefix "lib"
     pic "Off" -- nvcc wants it spelled -Xcompiler -fPIC
-    files(cuda_sources())
+    files(cuda_list)
     symbols "Off" -- of the host's part; the device's has its lines
     prebuildcommands { "@../tools/abi.sh ." }
     -- Compressed, the device code is six times smaller; a bundle has to travel.
