@@ -39,8 +39,6 @@
 local arguments = require "kvlab.arguments"
 local library = require "kvlab.library"
 local device = require "kvlab.tensor.device"
-local expression = require "kvlab.kernel.expression.expression"
-require "kvlab.kernel.run.show" -- expression:source
 local tensor = require "kvlab.tensor.arithmetic"
 
 local M = {
@@ -57,12 +55,18 @@ end
 --- Bytes of one element of a dtype.
 function M.dtype_bytes(name) return library.C.kvl_dtype_bytes(library.dtype(name)) end
 
-M.expr = expression.e
-M.kernel = { source = require("kvlab.kernel.run.source").source,
-             map = require("kvlab.kernel.run.map").map }
-
 -- What is loaded when it is first used, because most programs need only a third of it.
 local later = {}
+function later.expr()
+  local expression = require "kvlab.kernel.expression.expression"
+  require "kvlab.kernel.run.show" -- expression:source
+  arguments.receivers(expression.methods, "an expression", expression.is_expression)
+  return expression.e
+end
+function later.kernel()
+  return { source = require("kvlab.kernel.run.source").source,
+           map = require("kvlab.kernel.run.map").map }
+end
 function later.graph() return require("kvlab.tensor.graph").graph end
 function later.ops() return require "kvlab.tensor.ops" end
 function later.safetensors() return require "kvlab.tensor.safetensors" end
@@ -121,7 +125,6 @@ function later.synthetic() return require "kvlab.experiment.synthetic" end
 
 arguments.receivers(tensor.methods, "a tensor", tensor.is_tensor)
 arguments.receivers(device.methods, "a device", device.is_device)
-arguments.receivers(expression.methods, "an expression", expression.is_expression)
 
 setmetatable(M, { __index = function(self, name)
   local load = later[name]

@@ -6,7 +6,6 @@
 -- has too many scores to keep, so they are computed again from q and K.
 local expression = require "kvlab.kernel.expression.expression"
 local kernel = require "kvlab.kernel.run.kernel"
-local lua_attention = require "kvlab.kernel.run.lua_attention"
 local place = require "kvlab.kernel.expression.place"
 local sorted = require "kvlab.sorted"
 local tensor = require "kvlab.tensor.tensor"
@@ -311,7 +310,9 @@ end
 function M.is_in_lua(one) return one ~= nil and one.run ~= false end
 
 --- The op paged_attention in plain Lua, with the arguments `call`.
-M.attend_in_lua = lua_attention.attend
+function M.attend_in_lua(call, out)
+  return require("kvlab.kernel.run.lua_attention").attend(call, out)
+end
 
 --- Checks what a definition says of attention: bias, mask, log_weight, emit. Returns
 -- whether it says anything.

@@ -6,11 +6,9 @@ local cache = require "kvlab.kernel.run.cache"
 local compiler = require "kvlab.kernel.run.compiler"
 local expression = require "kvlab.kernel.expression.expression"
 local library = require "kvlab.library"
-local lua_kernel = require "kvlab.kernel.run.lua_kernel"
 local pages = require "kvlab.tensor.pages"
 local place = require "kvlab.kernel.expression.place"
 local print_c = require "kvlab.kernel.print.c"
-local print_lua = require "kvlab.kernel.print.lua"
 local sorted = require "kvlab.sorted"
 local tensor = require "kvlab.tensor.tensor"
 local words = require "kvlab.words"
@@ -45,7 +43,7 @@ end
 
 --- The source of a kernel for a target.
 function M.print(plan, target)
-  if target == "lua" then return print_lua.print(plan) end
+  if target == "lua" then return require("kvlab.kernel.print.lua").print(plan) end
   if compiler.LANES[target] then return print_c.print(plan, compiler.LANES[target]) end
   return require("kvlab.kernel.print.cuda").print(plan, target)
 end
@@ -151,7 +149,8 @@ function M.open(plan, dev, target)
   local is_lua = target == "lua"
   return setmetatable({ plan = plan, device = dev, source = source, target = target,
     code = not is_lua and load_or_fail(dev, plan.what, source, target),
-    run = is_lua and lua_kernel.load(plan, source), given = is_lua and {},
+    run = is_lua and require("kvlab.kernel.run.lua_kernel").load(plan, source),
+    given = is_lua and {},
     at = at, bytes = 8 * count, words = memory,
     param_names = names_of("param_", plan.params),
     const_names = names_of("const_", plan.consts),
