@@ -6,7 +6,7 @@ local tensor = require "kvlab.tensor.tensor"
 
 local M = {}
 
-local REPEAT_BELOW_S, REPEAT_FOR_S = 0.1, 0.3 -- what is short is repeated
+local REPEAT_FOR_S, REPEATS = 0.1, 5 -- what is shorter is repeated, so often at least
 
 local function sync_all()
   for _, dev in ipairs(device.opened()) do dev:sync() end
@@ -25,7 +25,7 @@ function M.runs(fn)
     end)
     seconds[#seconds + 1] = tonumber(ffi.cast("int64_t", C.kvl_clock_ns() - start)) / 1e9
     total = total + seconds[#seconds]
-  until seconds[1] >= REPEAT_BELOW_S or total >= REPEAT_FOR_S
+  until seconds[1] >= REPEAT_FOR_S or total >= REPEAT_FOR_S and #seconds >= REPEATS
   table.sort(seconds)
   return seconds
 end
