@@ -76,6 +76,10 @@ kv.policy.names(
       assert.equal(0, status)
     end)
 
+    it("prints kv with what is not loaded yet", function()
+      assert.matches("\n  tokenizer = ", (feed "kv"))
+    end)
+
     it("keeps results", function()
       assert.equal("7\n8\n9\n16\n9\n", (feed "7\n_ + 1\n9;\n_\n_1 + _3\n_4\n"))
       local many = ("1;\n"):rep(30) .. "_29\n_2\n"
@@ -186,6 +190,8 @@ make "f33"
         (feed "?kv.summary"))
       assert.equal("nothing is called kv.rmsnrom; did you mean rmsnorm?\n",
         (feed "?kv.rmsnrom"))
+      assert.equal("nothing is called kv.longbnech; did you mean longbench?\n",
+        (feed "?kv.longbnech"))
     end)
   end)
 
@@ -412,6 +418,7 @@ new == require "policies.quest", opened.score == new().score, opened.score == ol
     it("offers names, fields and methods", function()
       offers("policy_o", "policy_of_mine")
       offers("x = kv.ran", "rand randint randn")
+      offers("kv.tokeniz", "tokenizer") -- not loaded yet
       offers("deep.inner.n", "name number")
       offers("f(t:narro", "narrow")
       offers("dev:sy", "sync")

@@ -147,6 +147,7 @@ local function fields(value, separator)
   elseif require("kvlab.tensor.tensor").is_tensor(value) then add(METHODS.tensor())
   elseif type(value) == "cdata" and is_device(value) then add(METHODS.device())
   elseif type(value) == "table" then
+    if value == require "kvlab" then value.load_all() end
     add(value)
     local meta = getmetatable(value)
     local class = type(meta) == "table" and meta.__index

@@ -266,6 +266,7 @@ end
 
 local function nothing(name, environment)
   local names = {}
+  require("kvlab").load_all()
   for _, place in ipairs(places(environment)) do
     for key in pairs(place[2]) do names[#names + 1] = tostring(key) end
   end

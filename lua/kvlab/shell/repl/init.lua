@@ -60,7 +60,7 @@ local function warn(session, name)
 end
 
 local function make_environment(session)
-  local environment = { kv = require("kvlab").load_all() }
+  local environment = { kv = require "kvlab" }
   session.hidden = { kv = true } -- not variables of the user's
   return setmetatable(environment, { __index = function(_, name)
     if name == locals.NAME then return session.scope:declared() end

@@ -144,6 +144,7 @@ local function render_table(t, path, depth, o)
   if o.open[t] then return M.paint("<cycle: " .. o.open[t] .. ">", "note", o.colour) end
   local meta = debug.getmetatable(t)
   if meta and rawget(meta, "__tostring") then return tostring(t) end
+  if t == package.loaded.kvlab then t.load_all() end
   if next(t) == nil then return "{}" end
   if depth >= DEPTH then
     return M.paint("{…}", "note", o.colour)
