@@ -247,7 +247,7 @@ end
 function M.ladder(b)
   local list = {}
   for _, mib in ipairs { 1 / 16, 1, 8, 32, 128, 512, 2048 } do
-    list[#list + 1] = mib * MIB / (b.quick and 32 or 1)
+    list[#list + 1] = mib * MIB / (b.quick and 256 or 1)
   end
   return list
 end
