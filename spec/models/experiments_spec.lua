@@ -1,9 +1,11 @@
 --- Experiments with observers of their own, and with policies that evict, on small grids.
+local compiler = require "kvlab.kernel.run.compiler"
 local files = require "kvlab.files"
 local json = require "kvlab.json"
 local kv = require "kvlab"
 local plans = require "kvlab.experiment.plan"
 local temporary = require "spec.temporary"
+require "spec.support" -- it chooses how kernels are compiled
 
 local EXPERIMENTS = kv.paths.root .. "/lua/experiments/"
 
@@ -47,12 +49,14 @@ end)
 describe("experiment #release", function()
   local it = kv.paths.executable and it or pending
 
-  --- Runs one and returns its rows.
+  --- Runs one, with kernels that are compiled as those of specs, and returns its rows.
   local function run(name, options)
     local out = temporary.folder()
-    local pipe = io.popen(("'%s' run '%s/lua/experiments/%s.lua' --device=cpu --quick "
-      .. "--out='%s' %s 2>&1; echo status $?"):format(kv.paths.executable, kv.paths.root,
-      name, out, options))
+    files.write(out .. "/script.lua", ([[
+require("kvlab.kernel.run.compiler").level = %q
+dofile %q]]):format(compiler.level, EXPERIMENTS .. name .. ".lua"))
+    local pipe = io.popen(("'%s' run '%s/script.lua' --device=cpu --quick --out='%s' %s "
+      .. "2>&1; echo status $?"):format(kv.paths.executable, out, out, options))
     local printed = pipe:read "*a"
     pipe:close()
     assert.matches("status 0\n$", printed)
@@ -107,7 +111,8 @@ describe("experiment #release", function()
   end)
 
   it("23_endless holds a budget of tokens, and all of the text without one", function()
-    local rows = run("23_endless", "--set steps=0 --set policy=full,tova")
+    local rows = run("23_endless", "--set steps=0 --set policy=full,tova --set "
+      .. "prompts=2x32 --set block_size=8 --set tokens=32 --set generate=128")
     local full, tova = rows[1].metrics, rows[2].metrics
     assert.same({ 1, 0 }, { full.held_share, full.moved_share })
     assert.is_true(full.tokens_s > 0 and tova.tokens_s > 0)

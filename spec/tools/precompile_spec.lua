@@ -5,15 +5,19 @@ local kernel = require "kvlab.kernel.run.kernel"
 local kv = require "kvlab"
 local policy = require "kvlab.policy.policy"
 local temporary = require "spec.temporary"
+require "spec.support" -- it chooses how kernels are compiled
 
 local TOOL = kv.paths.root .. "/tools/precompile.lua"
 local executable = (package.loaded["kvlab.paths"] or {}).executable
 if not executable or not io.open(TOOL) then return end -- a bundle has no tools
 
---- The exit status and all output of the tool.
+--- The exit status and all output of the tool, with kernels that are compiled as those of
+-- specs.
 local function run(words)
+  local script = temporary.file(("require('kvlab.kernel.run.compiler').level = %q\n"
+    .. "dofile %q"):format(compiler.level, TOOL), "script.lua")
   local pipe = io.popen(("%s %s 2>&1; echo $?"):format(files.shell_line { executable,
-    "run", TOOL, "--device=cpu" }, words))
+    "run", script, "--device=cpu" }, words))
   local output, status = pipe:read("*a"):match "^(.-)(%d+)\n$"
   pipe:close()
   return tonumber(status), output
