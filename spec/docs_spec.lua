@@ -17,6 +17,7 @@
 local anchors = require "spec.anchors"
 local cache_folder = require "kvlab.cache_folder"
 local doc_blocks = require "spec.doc_blocks"
+local files = require "kvlab.files"
 local help = require "kvlab.shell.repl.help"
 local kv = require "kvlab"
 local support = require "spec.support"
@@ -134,7 +135,9 @@ end
 --- Whether what a page names is there; nil: it is not a name of ours.
 local function is_there(name, api)
   if FOLDERS[name:match "^(%l+)/[%w_./*-]+$"] then
-    return os.execute(("ls -d '%s'/%s >/dev/null 2>&1"):format(root, name)) == 0
+    local path = root .. "/" .. name
+    return files.real(path) ~= nil or name:find("*", 1, true) ~= nil
+      and os.execute(("ls -d '%s'/%s >/dev/null 2>&1"):format(root, name)) == 0
   elseif name:find "^kvl_%l" then
     return (help.text(name:match "^[%w_]+", {})) ~= nil
   elseif name:find "^kv%.%l" then
@@ -162,6 +165,8 @@ local function missing_names(lines)
   return table.concat(missing, "\n")
 end
 
+local anchors_of = {} -- by the path of a page
+
 --- The links of a page that lead nowhere.
 local function broken_links(page, lines)
   local broken = {}
@@ -169,12 +174,12 @@ local function broken_links(page, lines)
     local path, anchor = target:match "^([^#]*)#?(.*)$"
     local other = path == "" and page or (page:match "^.*/" or "") .. path
     local file = io.open(root .. "/" .. other)
-    local there = lines
-    if file and path ~= "" and anchor ~= "" then
-      there = select(2, doc_blocks.read(root, other))
-    end
     if file then file:close() end
-    if not file or anchor ~= "" and not anchors.of(there)[anchor] then
+    if file and anchor ~= "" and not anchors_of[other] then
+      anchors_of[other] = anchors.of(path == "" and lines
+        or select(2, doc_blocks.read(root, other)))
+    end
+    if not file or anchor ~= "" and not anchors_of[other][anchor] then
       broken[#broken + 1] = target
     end
   end
