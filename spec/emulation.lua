@@ -49,7 +49,7 @@ local function run(words, log)
   return os.execute(("%s 2>%s"):format(files.shell_line(all), files.shell_line { log }))
 end
 
--- The header, precompiled with the first kernel of a spec file.
+-- The header and that of all kernels, precompiled with the first kernel of a spec file.
 local precompiled = temporary.path "emulation.h"
 
 --- The image of a kernel's source; nil and what the compiler says.
@@ -59,7 +59,7 @@ function M.compile(source)
     if not files.real(precompiled:match "^(.*)/") then
       precompiled = temporary.path "emulation.h" -- another file's specs
     end
-    files.write(precompiled, files.read(HEADER))
+    files.write(precompiled, files.read(HEADER) .. '#include "cuda/expression.cuh"\n')
     run({ "-I" .. ROOT .. "/spec", "-x", "c++-header", precompiled }, log)
   end
   files.write(from, source .. ENTRY)
