@@ -15,7 +15,7 @@ describe("a hook of attention in C", function()
     return
   end
   cases.known "cpu"
-  cases.random("cpu", nil, support.is_full and 12 or support.is_hostile and 3 or 8)
+  cases.random("cpu", nil, support.is_full and 12 or support.is_hostile and 3 or 5)
 end)
 
 describe("a hook of attention in CUDA #gpu", function()

@@ -113,7 +113,7 @@ describe("what policies compute, as expressions", function()
     pending "there is no C compiler"
     return
   end
-  cases_on("cpu", 2) -- a compiler takes longer than all else
+  cases_on("cpu", 1) -- a compiler takes longer than all else
 end)
 
 describe("what policies compute, as expressions in CUDA #gpu", function()
