@@ -273,8 +273,9 @@ local function is_eager(name) return EAGER[name] or tried.own and tried.is_eager
 local cases = {}
 local names = tried.names "decode"
 for name in pairs(tried.own and {} or OWN) do names[#names + 1] = name end
-for _, policy in ipairs(names) do
-  for _, tier in ipairs(support.names(TIERS)) do
+for i, policy in ipairs(names) do
+  local tiers = support.names(TIERS) -- of which each policy meets two in turn
+  for _, tier in ipairs(tried.own and tiers or support.one_each(tiers, i, 2)) do
     cases[#cases + 1] = { policy = policy, tier = tier, graph = false }
     if tier ~= "ring" and not is_eager(policy) then
       cases[#cases + 1] = { policy = policy, tier = tier, graph = true }

@@ -275,7 +275,7 @@ local function contract(name, dev, nth)
   end
 
   it("takes budgets of layers and heads, and is above none of them", function()
-    for i, case in ipairs(some(RAGGED, 3)) do
+    for i, case in ipairs(some(RAGGED, 2)) do
       local unit = case[1] == "ratio" and "ratio" or "blocks"
       local o = { [case[1]] = case[2](dev), min_blocks = i % 3 * 2, sink = 1, recent = 2 }
       each_selection(o, function(rows, counts, n, policy)
