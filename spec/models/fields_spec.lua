@@ -121,11 +121,10 @@ end
 
 --- Calls fn(change) for each change with an outcome. nth: of a family, which takes four
 -- values of a field, of which the last is the first of the next family. A hostile build
--- takes all of them.
+-- takes one: configs are read in Lua.
 local function each(found, fn, nth)
   for name, values in pairs(found.single) do
-    local is_some = nth and not support.is_hostile
-    local some = is_some and support.one_each(values, 3 * nth + 2, 4) or values
+    local some = nth and support.one_each(values, 3 * nth + 2, 4) or values
     for _, value in ipairs(some) do fn { [name] = value } end
   end
   for _, change in ipairs(found.several) do fn(change) end

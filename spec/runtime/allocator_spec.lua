@@ -354,7 +354,7 @@ local function check(dev)
     end
 
     it("never gives memory that is in use", function()
-      for seed = 1, support.is_full and 6 or is_hostile and 2 or 3 do
+      for seed = 1, support.is_full and 6 or 2 do
         fresh(dev)
         local before = dev:stats()
         fuzz(seed, is_hostile and 60 or 200)
