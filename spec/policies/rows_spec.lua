@@ -167,7 +167,8 @@ local function specs(dev, tags, within)
     local tiers = support.one_each(NAMES, nth, not tried.own and 1)
     describe("policy " .. name .. " in a decode step of several tokens #policy" .. tags,
       function()
-      local PROMPTS = { { "prefill", 1, 250 }, { "prefill", 2, 61 } }
+      local PROMPTS = { { "prefill", 1, support.is_hostile and 120 or 250 },
+                        { "prefill", 2, 61 } }
 
       local function script(...)
         return { PROMPTS[1], PROMPTS[2], ... }
