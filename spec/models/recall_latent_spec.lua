@@ -34,7 +34,7 @@ describe("the recall model with latents", function()
     end)
   end)
 
-  it("answers by the tokens that it selects, and not by so many others", function()
+  it("answers by the tokens that it selects, not by so many others #release", function()
     local sitting = exam.open { context = 512, prompts = 2, needles = 24,
                                 block_size = 16, model = "recall_latent" }
     assert.equal(1, (sitting:ask(kv.policy "full")))

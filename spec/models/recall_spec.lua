@@ -62,7 +62,7 @@ local function check(dev)
       end
     end)
 
-    it("recalls what it read", function()
+    it("recalls what it read #release", function()
       assert.is_true(accuracy(dev, 1024) >= 0.95)
     end)
   end)
