@@ -337,9 +337,9 @@ topic("puts a draft tree over slots with gaps, joined to another attention",
 -- is hidden from a row lies in a tile with keys that it sees, and other rows see it.
 local poisoned = {}
 for i, dim in ipairs { 64, 80, 96, 128, 192, 256 } do
-  for j, rows in ipairs { { 1, 2, 6 }, { 40, 3, 2 }, { 150, 30, 9 } } do
+  for j, rows in ipairs { { 1, 2, 6 }, { 40, 3, 2 }, { 135, 30, 9 } } do
     local dtype = ({ "bf16", "f16", "f8e4m3", "f32" })[(i + j) % 4 + 1]
-    poisoned[#poisoned + 1] = { lens = { 300, 33, 9 }, rows = rows, group = j,
+    poisoned[#poisoned + 1] = { lens = { 190, 33, 9 }, rows = rows, group = j,
       kv_heads = 2, head_dim = dim, dtype = dtype,
       block_size = ({ 16, 5, 64 })[(i + 2 * j) % 3 + 1],
       scales = dtype == "f8e4m3" and "both" or nil, seed = 10 * i + j,
