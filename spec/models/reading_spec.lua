@@ -312,7 +312,7 @@ describe("18_text_budget #release", function()
 
   it("reads a text that is given, with every task", function()
     local printed = run(("--set model=sample --set policy=full,streaming_blocks "
-      .. "--set text='%s' --set length=2500 --set examples=1 --set decode=4 "
+      .. "--set text='%s' --set length=1200 --set examples=1 --set decode=4 "
       .. "--set task=perplexity,needle_multikey,needle_multivalue,"
       .. "needle_multiquery,variable_tracking,frequent_words,common_words"):format(
       text_file()))

@@ -28,7 +28,7 @@ describe("a kernel in CUDA, run on the CPU", function()
     it(title, function() emulation.with(fn) end)
   end
 
-  for seed = 1, support.is_full and 6 or 4 do -- a compiler takes a second for each
+  for seed = 1, support.is_full and 6 or 3 do -- a compiler takes a second for each
     emulated(("computes random expressions %d"):format(seed), function()
       local why = difference(seed)
       assert.is_nil(why, why)
