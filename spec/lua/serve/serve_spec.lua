@@ -533,7 +533,8 @@ describe("server", function()
     local engine = model_on(dev):engine { blocks = 200, chunk = 64, max_seqs = 1 }
     local cost
     for _ = 1, 10 do -- other programs may delay the steps over long contexts, once
-      cost = kv.cost_model.calibrate(engine, { link_gbps = 10, link_us = 5, context = 1024 })
+      cost = kv.cost_model.calibrate(engine, { link_gbps = 10, link_us = 5,
+                                               context = 1024 })
       if cost.us_per_token_prefill > 0 and cost.us_decode_base > 0 then break end
     end
     assert.is_true(cost.us_per_token_prefill > 0 and cost.us_decode_base > 0)
