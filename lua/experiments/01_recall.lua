@@ -5,21 +5,22 @@
 -- policy, with a budget of blocks per KV head. Every question is asked on its own fork of
 -- the prefilled context. The question itself is decoded too; with question=prompt, it is
 -- read with dense attention as the end of the prompt. Policies that watch the prompt
--- (h2o_blocks, snapkv_blocks) prefill their own contexts. Those that evict tokens for
--- good (tova, snapkv) do so, too, and their budget is what they hold of the prompt; name
--- them with --set policy=tova.
+-- (h2o_blocks, snapkv_blocks) prefill their own contexts. Policies that evict tokens for
+-- good (tova, snapkv) do so, too, and their budget limits what they hold of the prompt;
+-- name them with --set policy=tova.
 --
--- A budget says how many blocks a policy may select. What it reads is bytes_share: the
+-- A budget says how many blocks a policy may select. bytes_share says what it reads: the
 -- bytes of K and V that its attention reads, and those that it reads to select, as a
 -- share of the bytes of all K and V. Tables show bytes_share in brackets, and pictures
--- have it on the x axis, with the Pareto front: the most accuracy for so many bytes.
--- Results that are not those of their budget, because sink and recent alone are as much
--- or more, and those of policies that do not say what they read, are marked.
+-- have it on the x axis, with the Pareto front: the highest accuracy for so many bytes.
+-- Results are marked if the budget has no effect, because sink and recent alone are as
+-- much or more, and if a policy does not say what it reads.
 --
 -- full is dense attention. mass_oracle selects the blocks with most of the attention's
 -- mass: for the same queries, no selection of as many blocks keeps more of it. oracle
 -- selects the blocks with the largest q.k: no summary of keys can find larger ones.
--- Neither bounds the accuracy. Both read all keys, so neither bounds anything over bytes.
+-- Neither bounds the accuracy. Both read all keys, so at equal bytes a policy can beat
+-- them.
 --
 --   ./kvlab run lua/experiments/01_recall.lua [--device=cuda] [--set prompts=16]
 --                                             [--set memory=ring] [--set question=prompt]
@@ -28,20 +29,20 @@
 --
 -- unit: ratio (a budget is a share of the context's blocks), tokens or blocks. split:
 -- even, or the name of a split that divides the budget among layers or heads
--- (lua/splits), which is then their mean. memory: resident (KV on the device), ring or
--- hot (KV in host memory, read through a ring or a hot cache); all of them give the same
--- accuracies. tables: of the cache where a policy evicts, by layer or by head. held_share
--- and moved_share are what is held and moved (docs/experiments.md); --over=held_share
--- shows one of them in the place of bytes_share. format: what K and V are kept in (f32,
--- f16, bf16, f8e4m3 or int8; latents f8_latent, too).
+-- (lua/splits); the budget is then their mean. memory: resident (KV on the device), ring
+-- or hot (KV in host memory, read through a ring or a hot cache); all of them give the
+-- same accuracies. tables: of the cache where a policy evicts, by layer or by head.
+-- held_share and moved_share are what is held and moved (docs/experiments.md);
+-- --over=held_share shows one of them in the place of bytes_share. format: how K and V
+-- are stored (f32, f16, bf16, f8e4m3 or int8; latents also as f8_latent).
 --
 -- model: recall, or recall_latent, whose attention is over latents (MLA) and has an
 -- indexer that was trained with it (DSA). Policies that read values or evict are refused
--- there. What the policy nsa selects with: granularity (block or token), index (key,
--- random or model) and index_pool. So --set model=recall_latent --set policy=nsa --set
+-- there. Options of the policy nsa: granularity (block or token), index (key, random or
+-- model) and index_pool. So --set model=recall_latent --set policy=nsa --set
 -- granularity=token --set index=model is the model's own selection. reuse_steps and
--- reuse_layers: in every how many steps and layers policies select; questions in a row on
--- one sequence (--set question=row) show what steps between do.
+-- reuse_layers: with n, policies select in every n-th step or layer; questions in a row
+-- on one sequence (--set question=row) show the effect of the steps between.
 local costs = require "kvlab.experiment.costs"
 local kv = require "kvlab"
 local exam = require "models.recall.exam"

@@ -2,8 +2,8 @@
 --
 -- KV lies in host memory. A prompt is prefilled in chunks of one block, then one token is
 -- decoded. Every byte that crosses the link is counted and compared with the formula: a
--- chunk loads the blocks before it that were selected, and every token's KV goes out
--- once.
+-- chunk loads the earlier blocks that were selected, and every token's KV is copied to
+-- the host once.
 --
 --   ./kvlab run lua/experiments/02_offload_bytes.lua [--device=cuda]
 local kv = require "kvlab"

@@ -3,11 +3,11 @@
 -- The policy nsa runs on the small recall model (lua/models/recall). Its index keys are
 -- the model's keys, unchanged (key) or randomly projected to 32, 64 or 128 dims (random),
 -- in f8e4m3. The experiment tries them with and without a Hadamard rotation. It selects
--- tokens, as DeepSeek's indexer does, or blocks. It also selects in every second or
--- fourth layer alone, and the layers after it read the same tokens (index_layers). To
--- compute token_recall, it finds the tokens with the most exact attention (the sum over
--- heads), as many as are selected; token_recall is the share of these that is selected.
--- Tables of accuracy show in brackets what the policy read, bytes_share (01_recall).
+-- tokens, as DeepSeek's indexer does, or blocks. It also selects only in every second or
+-- fourth layer, and the layers between read the same tokens (index_layers). To compute
+-- token_recall, it finds the tokens with the most exact attention (the sum over heads),
+-- as many as are selected; token_recall is the share of these that is selected. Tables of
+-- accuracy show in brackets what the policy read, bytes_share (01_recall).
 --
 --   ./kvlab run lua/experiments/11_nsa_recall.lua [--device=cuda] [--set prompts=4]
 local costs = require "kvlab.experiment.costs"

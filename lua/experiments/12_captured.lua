@@ -4,11 +4,11 @@
 -- (docs/capture.md), are replayed without the model. The last tokens of the text are
 -- decoded under each policy. Each layer's output is compared with dense attention
 -- (output_error, attention_mass) and with the model's own output (model_error). Policies
--- that watch the prompt (h2o_blocks, snapkv_blocks) get its queries too, and so do those
--- that evict tokens of it for good (tova, snapkv): what dense attention would give is not
--- known of these, so model_error alone says what they lose. Tables show in brackets what
--- was read, bytes_share, and pictures have it on the x axis; --over=held_share shows what
--- was held (docs/experiments.md).
+-- that watch the prompt (h2o_blocks, snapkv_blocks) get its queries too, and so do
+-- policies that evict tokens of the text for good (tova, snapkv). For these it is not
+-- known what dense attention would give, so only model_error says what they lose. Tables
+-- show in brackets what was read, bytes_share, and pictures have it on the x axis;
+-- --over=held_share shows what was held (docs/experiments.md).
 --
 --   ./kvlab run lua/experiments/12_captured.lua --set capture=FOLDER [--device=cuda]
 --                                               [--set decode=128] [--set block_size=32]

@@ -5,11 +5,11 @@
 -- memory behind a hot cache, and a new selection needs blocks that are not in the cache.
 -- With prefetch_ahead n, GSA scores the blocks n steps before the new selection, with the
 -- queries of that step, and requests the best ones; they are loaded during the steps
--- between. Queries turn by `drift` radians per step, so the more steps lie between, the
--- more the selection differs from the expected one. stall_share is the share of a step
--- that is spent waiting, compared with the same steps with KV on the device. missed_bytes
--- were loaded while a step waited, ahead_bytes before it; wasted_share is the share of
--- ahead_bytes that no step used.
+-- between. The direction of queries changes by `drift` radians per step, so the more
+-- steps lie between, the more the selection differs from the expected one. stall_share is
+-- the share of a step that is spent waiting, compared with the same steps with KV on the
+-- device. missed_bytes were loaded while a step waited, ahead_bytes before it;
+-- wasted_share is the share of ahead_bytes that no step used.
 --
 --   ./kvlab run lua/experiments/16_ahead.lua [--device=cuda]
 --

@@ -11,17 +11,17 @@
 --            policy that selects early must have selected the blocks for all of them
 --   chain    32 needles in chains of 4: the answer to a lookup is the key of the next,
 --            and the last answer counts
---   sum      128 needles, 8 of which, in as many blocks as a rule, are looked up and
+--   sum      128 needles, 8 of which (mostly in 8 different blocks) are looked up and
 --            added; the sum counts
 --
 -- The model has learned to look up one needle. It can neither chain lookups nor add
 -- numbers by itself: the exam asks for each needle in turn, on one sequence, puts the
 -- model's answer into the next question, and adds. So chain and sum show whether every
 -- lookup of several was right, and an accuracy of p in one of them becomes about p^4 or
--- p^8. How well a policy serves attention that is spread over many blocks at once is
--- shown by output_error and attention_mass, whose bound for so many blocks is
--- mass_oracle. Pictures have what was read on the x axis (bytes_share, see 01_recall),
--- with the Pareto front.
+-- p^8. output_error and attention_mass show how well a policy serves attention that is
+-- spread over many blocks at once; mass_oracle is the bound of attention_mass for this
+-- number of blocks. Pictures have bytes_share on the x axis (see 01_recall), with the
+-- Pareto front.
 --
 -- Policies that evict tokens for good (tova, snapkv) hold their budget of the prompt.
 --

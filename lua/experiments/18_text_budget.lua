@@ -10,12 +10,13 @@
 -- score is the share of right answers, from 0 to 1; for perplexity, the share of tokens
 -- that are the model's likeliest ones. score_low and score_high are the interval of its
 -- mean over texts (95 %; docs/experiments.md says which). texts is how many there are,
--- and zero_one how many of them have a score that can only be 0 or 1. gap is what is lost
--- against dense attention on the same texts, with an interval over texts, too: of the
--- score, or for perplexity of -log p of a token (log_p is the mean of log p). It says
--- more than the scores, whose intervals include how much the texts differ.
+-- and zero_one how many of them have a score that can only be 0 or 1. gap is the loss
+-- against dense attention on the same texts, with an interval over texts, too: in the
+-- score, or for perplexity in -log p of a token (log_p is the mean of log p). The gap
+-- says more than the scores, because their intervals include how much the texts differ.
 -- Tables show bytes_share (01_recall) in brackets, and pictures have it on the x axis,
--- with the Pareto front. It counts all decoded tokens, those of questions included.
+-- with the Pareto front. bytes_share counts all decoded tokens, those of questions
+-- included.
 --
 --   ./kvlab get smollm2
 --   ./kvlab run lua/experiments/18_text_budget.lua --set model=smollm2 [--device=cuda]
@@ -86,7 +87,7 @@ end
 -- ---- a row ----------------------------------------------------------------------------
 
 --- What each text loses against dense attention: its mean and interval. Dense attention
--- itself loses nothing, for certain.
+-- itself loses exactly nothing.
 local function gap(policy, dense, result)
   if policy == "full" then return 0 end
   local lost = {}
@@ -97,7 +98,7 @@ local function gap(policy, dense, result)
   return (result.nll and kv.statistics.interval or kv.statistics.difference)(lost)
 end
 
---- What each text gave: its score, and its mean log p of a token.
+--- The result of each text: its score, and its mean log p of a token.
 local function each_of(result)
   local each = { score = {}, log_p = result.nll and {} or nil }
   for i, own in ipairs(result.each) do

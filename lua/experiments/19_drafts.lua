@@ -1,16 +1,17 @@
 --- How much faster is an answer whose next tokens are looked up in the text so far?
 --
--- Much of what a language model writes stands in its prompt already: a summary quotes, an
--- edited text keeps most of its words. With drafts (docs/generation.md), the tokens that
--- followed the last `ngram` ones where they came before are a guess of what comes next,
--- and one decode step checks all of it. A row answers the same prompts with and without
--- drafts, greedily, one after the other, and compares the two runs.
+-- Much of what a language model writes is in its prompt already: a summary quotes, an
+-- edited text keeps most of its words. With drafts (docs/generation.md), kvlab searches
+-- the text for an earlier occurrence of the last `ngram` tokens. The tokens that followed
+-- there are the guess of what comes next, and one decode step checks the whole guess. A
+-- row answers the same prompts with and without drafts, greedily, one after the other,
+-- and compares the two runs.
 --
 --   speedup         tokens per second with drafts, of those without
 --   tokens_step     tokens that a decode step gives; 1 without drafts
---   accepted_share  tokens of drafts that were right, of all that were proposed
---   same_share      answers that have the very tokens of those without drafts. With dense
---                   attention in f32 all do
+--   accepted_share  the share of proposed tokens that were right
+--   same_share      answers that have exactly the tokens of those without drafts. With
+--                   dense attention in f32 all do
 --
 -- A document is a list of made-up facts. copy: it is to be written once more; edit: with
 -- another beginning of each line; summarise: in short; story: a text that has nothing to

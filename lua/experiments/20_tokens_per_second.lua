@@ -27,8 +27,8 @@
 --
 -- nsa is DeepSeek's sparse attention: the indexer of a model with one (v32, 8 layers of
 -- DeepSeek-V3.2) selects `listed` tokens for each query. It has no budget. Its prompts
--- are read anew, because its index keys are made while they are read. Behind a hot cache
--- it has slots for twice as many tokens as a step lists.
+-- are read anew, because its index keys are made while they are read. A hot cache for nsa
+-- has slots for twice as many tokens as a step lists.
 --
 -- If the results' folder has a file peers.jsonl with what bench/tokens_peers.py printed
 -- on the same GPU, its rows are shown, too. They are given the bytes of dense attention
@@ -71,7 +71,8 @@ end
 
 function Sitting:close() self.engine.cache:close() end
 
---- Goes back to the prompts and takes a policy. One that watches them reads them anew.
+--- Goes back to the prompts and takes a policy. A policy that watches prompts reads them
+-- anew.
 function Sitting:begin(policy)
   for _, seq in ipairs(self.seqs) do seq:truncate(self.context) end
   if self.policy == policy then return end

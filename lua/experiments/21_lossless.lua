@@ -1,9 +1,9 @@
 --- How much faster is an answer that a sparse policy drafts and full attention verifies?
 --
 -- A policy drafts `tokens` tokens on the sequence itself, one step of full attention
--- computes all of them again, and those that full attention would not have said are taken
--- back (docs/generation.md). So the answer is that of full attention, and what remains to
--- be asked is how many tokens of a draft are right, and what a draft and a check cost.
+-- computes all of them again, and tokens that full attention would not have said are
+-- taken back (docs/generation.md). So the answer is that of full attention. The open
+-- questions are how many tokens of a draft are right, and what a draft and a check cost.
 --
 --   accepted_share  tokens that were right, of those up to the first wrong one of a draft
 --   first_share     first tokens of drafts that were right; both with intervals over
@@ -15,17 +15,18 @@
 --                   (1 - a) tokens, and takes k drafted tokens and itself
 --   of_closed       speedup over closed_form
 --   draft_ms, check_ms, plain_ms  of a drafted token, a check, a step without drafts
---   same_share      answers that have the very tokens of full attention
+--   same_share      answers that have exactly the tokens of full attention
 --   bytes_share     bytes that drafts and checks read for an answer, of those that full
 --                   attention reads for one; held_share and moved_share likewise
 --                   (docs/experiments.md). They are counted while nothing is timed, in
 --                   one answer or in four rounds of drafts and checks
 --
 -- model: recall, the small trained model of this project; what ./kvlab get fetched, such
--- as smollm2; or a shape with random weights (models/shapes.lua). These say nothing
--- about what is right, so accept is set by hand then: a drafted token is right with this
--- probability. A policy "quest reused" makes one selection for all tokens of a draft.
--- temperature: at which a trained model's tokens are drawn; 0, its likeliest ones.
+-- as smollm2; or a shape with random weights (models/shapes.lua). Random weights say
+-- nothing about which tokens are right, so accept is then set by hand: a drafted token is
+-- right with this probability. A policy "quest reused" makes one selection for all tokens
+-- of a draft. temperature: at which a trained model's tokens are drawn; 0, its likeliest
+-- ones.
 --
 --   ./kvlab run lua/experiments/21_lossless.lua                    the recall model
 --   ./kvlab run lua/experiments/21_lossless.lua --set model=smollm2

@@ -2,18 +2,19 @@
 --
 -- KV lies in host memory behind a hot cache, and one sequence after the other decodes
 -- under a policy that reads `blocks` blocks of each KV head. The hot cache has slots for
--- `slots` times as many. Evictions are compared on the same steps:
+-- `slots` times as many blocks. Evictions are compared on the same steps:
 --
 -- - questions: the small trained model (lua/models/recall) reads contexts with hidden
 --   needles and answers 16 questions about each, one after the other on one sequence
--- - drift: random keys, and queries that turn by `drift` radians from step to step
+-- - drift: random keys, and queries whose direction changes by `drift` radians from step
+-- to step
 --
 -- hit_rate is the share of the selected blocks that a step finds in its hot cache.
 -- fetched_share is the number of blocks that were fetched, in a step or ahead of it, for
--- each selected one. optimal is no eviction: it says what one would reach that knows all
--- later selections (Belady's), without fetching ahead. gsa scores at every 4th step and
--- fetches ahead; only with it is predicted_score another eviction than last_score.
--- Nothing depends on the device or its speed.
+-- each selected one. optimal is not an eviction of kvlab: it is what an eviction that
+-- knows all later selections (Belady's) would reach, without fetching ahead. gsa scores
+-- at every 4th step and fetches ahead; only with gsa does predicted_score differ from
+-- last_score. Nothing depends on the device or its speed.
 --
 --   ./kvlab run lua/experiments/22_evictions.lua [--set evict=lru,mine]
 local kv = require "kvlab"

@@ -14,12 +14,12 @@
 --                      dense attention at the end of the text (docs/experiments.md)
 --   prompt_ms          of reading all prompts, evictions included
 --
--- Weights are random, so what is said means nothing; only time and memory are asked for.
--- Full attention is timed at eight lengths, over keys and values that nothing computed.
--- With steps = 0, an evicting policy generates all of the text; else it generates so many
--- tokens in the first and as many in the last eighth, whose lengths are the same. What
--- such a step reads, holds and moves is then measured on a shorter text, and divided by
--- what dense attention reads and holds of the whole one.
+-- Weights are random, so the generated text means nothing; only time and memory are
+-- measured. Full attention is timed at eight lengths, over random keys and values that
+-- were not computed. With steps = 0, an evicting policy generates all of the text.
+-- Otherwise it generates `steps` tokens in the first and in the last eighth of the text.
+-- What such a step reads, holds and moves is then measured on a shorter text, and divided
+-- by what dense attention reads and holds for the whole text.
 --
 --   ./kvlab run lua/experiments/23_endless.lua
 --   ./kvlab run lua/experiments/23_endless.lua --device=cuda --set model=8b

@@ -1,11 +1,11 @@
 -- Which heads need the whole text?
 --
--- A model is asked for needles while one KV head of one layer holds the first tokens and
--- the newest ones alone (StreamingLLM), and all other heads hold everything. lost is the
--- share of answers that it loses by that, against dense attention. DuoAttention calls
--- heads without which much is lost retrieval heads. The policy duo reads the results of
--- this experiment. The model is the small recall model (lua/models/recall), or one of
--- text, whose layers and heads have to be named:
+-- A model is asked for needles while one KV head of one layer holds only the first tokens
+-- and the newest ones (StreamingLLM), and all other heads hold everything. lost is the
+-- share of answers that this costs, against dense attention. If much is lost without a
+-- head, DuoAttention calls it a retrieval head. The policy duo reads the results of this
+-- experiment. The model is the small recall model (lua/models/recall), or a language
+-- model, whose layers and heads have to be named:
 --
 --   ./kvlab run lua/experiments/24_heads.lua [--device=cuda] [--set context=1024]
 --   ./kvlab run 01_recall --set policy=duo --set budget=0.25,0.5

@@ -1,12 +1,13 @@
 --- How often is a drafted token right, if tokens are drawn?
 --
--- A draft by a policy is right where the policy's token is the model's. Where tokens are
--- drawn, both draw with the same random numbers (docs/generation.md), so they can only
--- differ as far as the chances differ that policy and full attention give. For the next
--- tokens of texts, without any drafts:
+-- A drafted token is right if the policy and the model choose the same token. When tokens
+-- are drawn, both draw with the same random numbers (docs/generation.md), so their tokens
+-- differ only because the probabilities under the policy and under full attention differ.
+-- For the next tokens of texts, without any drafts:
 --
---   common_share     what the two distributions have in common, sum of min(p, q): the
---                    most that any method could accept, speculative sampling included
+--   common_share     the share that the two distributions have in common, sum of min(p,
+--                    q): the most that any method could accept, speculative sampling
+--                    included
 --   alike_share      draws in which both have the same token
 --   likeliest_share  steps in which both have the same likeliest token, as temperature 0
 --                    would accept it

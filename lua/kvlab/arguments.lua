@@ -15,10 +15,11 @@ local options = require "kvlab.options"
 local M = {}
 
 local SOURCE = debug.getinfo(1, "S").source -- so that errors are not blamed on this file
-local own = setmetatable({}, { __mode = "k" }) -- checked function -> what it checks for
+local own = setmetatable({}, { __mode = "k" }) -- checked function -> the function that it
+                                               -- checks arguments for
 
---- The function behind a checked one, which has the source lines and the comment; any
--- other function is returned as it is.
+--- The function that a checked function calls, which has the source lines and the
+-- comment; a function without checks is returned as it is.
 ---@param fn function
 ---@return function
 function M.own(fn) return own[fn] or fn end
@@ -36,7 +37,7 @@ end
 
 --- The text of a function that checks and then calls fn. The call is a tail call, so it
 -- adds no frame, and fn sees the same caller as without the check. Objects of the class
--- itself, and not of a derived one, are told by one comparison.
+-- itself (not of a derived class) are recognised by one comparison.
 local function text_of(names, is_vararg, known, has_class)
   local list, tests, checks = {}, { "fn, what, known, class, getmetatable, refuse" }, {}
   for i, name in ipairs(names) do

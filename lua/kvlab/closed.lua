@@ -1,5 +1,5 @@
---- What becomes of an object when it is closed: every use of it raises "the NAME is
--- closed", but closing it once more does nothing.
+--- Closed objects: every use of one raises "the NAME is closed", but closing it once more
+-- does nothing.
 local fail = require("kvlab.options").fail
 
 local function nothing() end

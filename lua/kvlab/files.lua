@@ -45,7 +45,7 @@ end
 
 local EINVAL = 22
 
---- Whether a path is that of a device or a pipe, which nothing may be renamed onto.
+--- Whether a path is a device or a pipe; no file may be renamed onto these.
 local function is_special(path)
   local file = io.open(path, "r+b")
   if not file then return false end
@@ -54,7 +54,7 @@ local function is_special(path)
   return is_so
 end
 
---- Writes pieces into an open file and closes it. Returns nil and why where a part of
+--- Writes pieces into an open file and closes it. Returns nil and the reason if a part of
 -- them may be missing.
 local function fill(file, pieces, is_synced)
   local ok, problem, piece = true, nil, pieces()

@@ -1,6 +1,7 @@
---- Whose code a line is. The files of lua/kvlab and lua/models are kvlab's own: a mistake
--- in a call to them is the caller's, so an error blames the innermost line outside of
--- them. Policies, tasks, experiments and scripts are the user's.
+--- Says whether a line of code belongs to kvlab or to the user. The files of lua/kvlab
+-- and lua/models are kvlab's own: if a call to them is wrong, the mistake is the
+-- caller's, so an error blames the innermost line outside of these files. Policies,
+-- tasks, experiments and scripts are the user's.
 local M = {}
 
 local LUA = debug.getinfo(1, "S").source:match "^(@.*)kvlab/house%.lua$"

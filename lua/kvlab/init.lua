@@ -55,7 +55,8 @@ end
 --- Bytes of one element of a dtype.
 function M.dtype_bytes(name) return library.C.kvl_dtype_bytes(library.dtype(name)) end
 
--- What is loaded when it is first used, because most programs need only a third of it.
+-- Modules that are loaded when they are first used, because most programs need only a
+-- third of them.
 local later = {}
 function later.expr()
   local expression = require "kvlab.kernel.expression.expression"
@@ -129,7 +130,7 @@ arguments.receivers(device.methods, "a device", device.is_device)
 setmetatable(M, { __index = function(self, name)
   local load = later[name]
   if not load then return nil end
-  library.C.kvl_interrupt_hold(1) -- what is half loaded cannot be loaded again
+  library.C.kvl_interrupt_hold(1) -- a module that is half loaded cannot be loaded again
   local ok, value = pcall(load)
   library.C.kvl_interrupt_hold(-1)
   if not ok then error(value, 0) end

@@ -1,8 +1,8 @@
 --- Files that users know by name: policies, splits, priorities, evictions and tasks.
 -- `quest` is the file quest.lua in a folder called policies. Such folders lie in the
 -- project's lua/, in the working folder, and in every folder that --path=DIR and the
--- environment's KVLAB_PATH name (several are separated by colons). So a policy of one's
--- own lives outside the project.
+-- environment's KVLAB_PATH name (several are separated by colons). So your own policy can
+-- live outside the project.
 local command_line = require "kvlab.command_line"
 local files = require "kvlab.files"
 local library = require "kvlab.library"
@@ -12,7 +12,7 @@ local sorted = require "kvlab.sorted"
 
 local M = {}
 
-local given = {} -- kind -> name -> path: files that lie elsewhere
+local given = {} -- kind -> name -> path: files that lie in no such folder
 local prepared -- the folders that package.path has
 
 --- The folders that hold policies/, splits/ and the others: the project's first.

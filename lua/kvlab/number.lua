@@ -1,5 +1,6 @@
---- What counts as a number. To Lua's `type`, NaN and the infinities do. But NaN compares
--- false with everything, so it slips through every comparison that keeps the rest.
+--- What counts as a number. For Lua's `type`, NaN and the infinities are numbers. But
+-- every comparison with NaN is false, so NaN slips through checks that other numbers
+-- fail.
 local M = {}
 
 --- Whether a value is a number, perhaps an infinite one, and not NaN.

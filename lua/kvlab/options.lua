@@ -133,8 +133,8 @@ end
 
 -- ---- the check ------------------------------------------------------------------------
 
---- A value in the words of an error: numbers, strings and booleans as they are, others
--- by their type.
+--- A value as an error writes it: numbers, strings and booleans as they are, others by
+-- their type.
 function M.shown(value)
   local kind = type(value)
   if kind == "string" then return ('"%s"'):format(value) end
@@ -160,7 +160,7 @@ function M.problem(value, kind)
     is_large and ", and below " .. kind.below or "")
 end
 
---- The level of a caller one further out; 0, no position, stays 0.
+--- The level of the next outer caller; 0, which means no position, stays 0.
 local function outer(level) return level == 0 and 0 or (level or 2) + 1 end
 
 --- Raises `message`, and blames the innermost line that is not kvlab's.
@@ -200,8 +200,8 @@ function M.entry(what, name, list, i)
     list[0] == nil and -1 or #list))
 end
 
---- Raises; level 0: without a position, else on the line of that caller, or of the first
--- one further out that is not part of kvlab.
+--- Raises. Level 0: without a position; else on the line of that caller, or of the next
+-- outer one that is not part of kvlab.
 local function raise(message, level)
   if level == 0 then error(message, 0) end
   return M.fail(message, level + 1)

@@ -1,10 +1,10 @@
 --- Code that Ctrl-C must not interrupt halfway: changes for the duration of a call, and
 -- opening and closing handles of the C library.
 --
--- Some functions change something for the time of a call (the scope, the current stream).
--- The functions that they call must return before the caller goes on, so a yield out of
--- them is an error. Ctrl-C, too, must not come between the change and its end, so they
--- write:
+-- Some functions change something for the duration of a call (the scope, the current
+-- stream). The functions that they call must return before the caller continues, so a
+-- yield out of them is an error. Ctrl-C must not come between the change and its end
+-- either, so they write:
 --
 --   C.kvl_interrupt_hold(1)
 --   … the change
@@ -59,7 +59,7 @@ local function released(ok, ...)
 end
 
 --- Calls fn(...) so that no interrupt comes before it returns or raises, and returns what
--- it returns. For changes that belong together, and take no time.
+-- it returns. For changes that belong together and are short.
 function M.whole(fn, ...)
   C.kvl_interrupt_hold(1)
   return released(pcall(fn, ...))
@@ -99,9 +99,9 @@ function M.call(what, fn, n, arguments)
   return count(results)
 end
 
---- What open(...) opened and wrote to out[0]; `by` closes it when nobody has it any more.
--- Ctrl-C comes before or after, so that nothing is open that nobody has. Not for an
--- open(...) that waits long: nothing can interrupt it.
+--- Returns the handle that open(...) opened and wrote to out[0]; `by` closes it when it
+-- is no longer referenced. Ctrl-C comes only before or after, so that every open handle
+-- has an owner. Not for an open(...) that waits long: nothing can interrupt it.
 ---@param by function  closes a handle
 ---@param out ffi.cdata*
 ---@param open function  returns a status
@@ -115,8 +115,8 @@ function M.open(by, out, open, ...)
   return handle
 end
 
---- Closes the handle owner[name], unless it is closed, by `by`. A handle is there exactly
--- if it is open.
+--- Closes the handle owner[name] with `by`, unless it is closed. owner[name] is set
+-- exactly while the handle is open.
 ---@param owner table
 ---@param name string
 ---@param by function

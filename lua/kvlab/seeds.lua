@@ -1,5 +1,5 @@
---- Seeds: which one is in force, and others that follow from it. `--seed` is in force
--- unless an experiment computes a row; then it is the seed of that row.
+--- Seeds: which seed is in force, and other seeds that are derived from it. `--seed` is
+-- in force unless an experiment computes a row; then it is the seed of that row.
 local command_line = require "kvlab.command_line"
 
 local M = {}
@@ -14,8 +14,9 @@ function M.use(seed) of_row = seed end
 ---@return integer
 function M.current() return of_row or command_line.seed end
 
---- The n-th seed that follows from a seed: neighbours of either have nothing in common. A
--- hash to 32 bits (MurmurHash3's finaliser), because users add small numbers to a seed.
+--- The n-th seed that is derived from a seed; seeds of neighbouring n, or of neighbouring
+-- seeds, have nothing in common. A hash to 32 bits (MurmurHash3's finaliser), because
+-- users add small numbers to a seed.
 ---@param seed integer
 ---@param n integer
 ---@return integer

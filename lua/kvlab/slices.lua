@@ -1,6 +1,7 @@
---- Long work in slices, so that others can run in between: what a server does with large
--- requests. Work that may take long calls `rest` every some hundred microseconds. Inside
--- a task, that call lets the task wait when its time is over; elsewhere it does nothing.
+--- Long work in slices, so that other work can run in between; a server treats large
+-- requests in this way. Work that may take long calls `rest` every few hundred
+-- microseconds. Inside a task, that call lets the task wait when its time is over;
+-- elsewhere it does nothing.
 --
 --   local task = slices.task(function() return tokenizer:encode(text) end)
 --   repeat local is_done, ok, ids = slices.run(task, 1000) until is_done
@@ -12,8 +13,8 @@ local C -- the library, for its clock; texts that are read without it have no ta
 ---@class kvlab.Task
 ---@field thread thread
 
---- Lets a task wait for its next slice when this one is over. Raises what `run` is given
--- to end the task with.
+--- Lets a task wait for its next slice when this one is over. Raises the error that `run`
+-- was given to end the task.
 function M.rest()
   if not thread or C.kvl_clock_ns() < ns_end then return end
   if coroutine.running() ~= thread then return end -- it cannot wait in here

@@ -3,7 +3,8 @@
 -- the row is stale.
 --
 --   sources.read(path)   reads a file that all rows of this process depend on from now
---                        on: a config, a text. If there is none, they depend on that
+--                        on: a config, a text. If there is no such file, they depend on
+--                        that
 --   sources.open(path)   opens such a file
 --   sources.keep(path)   all rows depend on a file that C opens from now on: weights
 --   sources.load(path)   a file of code has just been read: hashes it at once
@@ -85,8 +86,8 @@ end
 -- file is hashed when the first such row is finished.
 function M.keep(path) kept[path] = true end
 
---- Reads a file that every row of this process depends on from now on. Where there is
--- none, the rows depend on that.
+--- Reads a file that every row of this process depends on from now on. If there is no
+-- such file, the rows depend on its absence.
 ---@param path string
 ---@return string|nil text
 ---@return string|nil why   there is no text

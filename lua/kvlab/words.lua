@@ -2,6 +2,7 @@
 local M = {}
 
 local LETTERS_MOST = 64 -- of a word; no name is as long, and the time grows with both
+                        -- lengths
 
 --- Edit distance (insert, delete, replace one letter; neighbours swapped count as two).
 local function distance(a, b)

@@ -121,8 +121,8 @@ end
 
 local FLOAT = { f32 = true, f16 = true, bf16 = true }
 
---- The weights of a folder. Its files are opened when the first tensor is read, so what
--- is wrong with a config is told first.
+--- The weights of a folder. Its files are opened when the first tensor is read, so errors
+-- of a config come first.
 ---@param folder string
 ---@param q? models.Quantization  of its config
 ---@return table  has, read and unread, see open
@@ -188,7 +188,7 @@ end
 --              for which is_left_out(name) is not true
 
 --- The tokens that end a text by a folder's generation_config.json; nil if it does not
--- say. What else stands there is how transformers samples; here a request says that.
+-- say. The other fields say how transformers samples; in kvlab, requests say that.
 local function ends_of(folder)
   local path = folder .. "/generation_config.json"
   local text = sources.read(path)

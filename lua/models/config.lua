@@ -17,7 +17,7 @@ local M = {}
 
 -- ---- fields that change nothing -------------------------------------------------------
 
---- What fields are about that change nothing here, in any family: reason -> names.
+--- Fields that change nothing here, in any family: what they are about -> names.
 M.HARMLESS = {
   ["where it comes from"] = { "architectures", "transformers_version", "_name_or_path",
     "name_or_path", "_commit_hash", "is_llama_config", "transformers.js_config",

@@ -1,5 +1,5 @@
 --- DeepSeek-V2, V3 and V3.2, and GLM-4.7-Flash: multi-head latent attention (MLA), and
--- experts with shared ones beside them. What is not about attention is as in
+-- experts with shared ones beside them. Everything but attention is as in
 -- lua/models/llama.lua.
 --
 --   local deepseek = require "models.deepseek"
@@ -38,7 +38,7 @@ local C, check, linear = kv.C, kv.check, kv.ops.linear
 local parts, refuse, stack = llama.parts, fields.refuse, checkpoint.stack
 local M = {}
 
-local LATENT_EPS = 1e-6 -- of the norms of latents, whatever the config's rms_norm_eps
+local LATENT_EPS = 1e-6 -- of the norms of latents, whatever the config's rms_norm_eps is
 local KEY_MAX = 576     -- numbers of a key that the kernels of attention take
 
 -- ---- config ---------------------------------------------------------------------------
@@ -53,7 +53,7 @@ local VARIANTS = {
 }
 local FAMILIES = { "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite" }
 
---- Refuses a field that says something else than the others do.
+--- Refuses a field that contradicts the others.
 local function expect_same(path, values, field, wanted, why)
   local given = values[field]
   if given and given ~= wanted then
@@ -112,7 +112,7 @@ local function configure(file, context)
   local values = config.read(path, file.fields, FAMILIES)
   local variant = VARIANTS[values.model_type]
   check_derived(path, values)
-  values.head_dim = 8 -- which sizes_of checks; heads of K and V are not like that here
+  values.head_dim = 8 -- which sizes_of checks; it does not apply to heads of K and V here
   local c = parts.sizes_of(file, values, context)
   local nope, turned = values.qk_nope_head_dim, values.qk_rope_head_dim
   c.nope, c.turned, c.v_dim = nope, turned, values.v_head_dim
@@ -320,7 +320,8 @@ local function first_of(buffer, ...)
 end
 
 --- Views for x [n, heads, from] times a matrix for each head: [n, heads, to]. A product
--- for each head needs the heads outside; of one token the two orders are the same.
+-- for each head needs the heads as the first dim; for one token the two orders are the
+-- same.
 local function by_heads(c, buffers, n, x, from, to)
   local s = { x = x, is_one = n == 1 }
   s.product = first_of(buffers.heads_out, c.heads, n, to)

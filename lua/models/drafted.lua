@@ -30,7 +30,7 @@ function Drafted:begin(steps)
     steps = math.max(steps, ROOM)
     local ids = kv.lasting(kv.zeros, self.device, "i32", { steps, self.max_seqs })
     self.flat, self.rows = kv.lasting(ids.reshape, ids, { 1, steps * self.max_seqs }), {}
-    self.ids = ids -- the last: an interrupt may come between any two
+    self.ids = ids -- set last, because an interrupt may come between any two
   end
   self.at:copy_(self.columns)
 end
@@ -64,8 +64,8 @@ function Drafted:step(n)
   return step
 end
 
---- The likeliest tokens are those of this step, and the next one computes them. It may be
--- recorded: the place among the ids is on the device.
+--- Makes the likeliest tokens those of this step; the next step computes them. This may
+-- be recorded, because the index among the ids is on the device.
 function Drafted:take_likeliest(logits, n)
   local step = self:step(n)
   logits:argmax(step.tokens)

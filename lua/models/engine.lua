@@ -1,6 +1,6 @@
 --- A model with memory: a KV cache, attention with its policies, and the buffers of a
 -- step. An engine prefills prompts in chunks, decodes, and records decode steps in
--- graphs. It knows no family of models: how a layer computes is the model's affair.
+-- graphs. It knows no family of models: the model computes its layers.
 --
 --   local engine = model:engine { policy = kv.policy "quest", blocks = 2048 }
 --   local seq = engine:sequence()
@@ -176,7 +176,7 @@ function Engine:use_policy(policy, seqs)
   self:use_attention(attention)
 end
 
---- Goes back to an attention that this engine had before. Its policies know nothing of
+--- Goes back to an attention that this engine had before. Its policies know nothing about
 -- sequences that were begun since.
 ---@param attention kvlab.Attention
 function Engine:use_attention(attention)
@@ -195,8 +195,8 @@ function Engine:attention_of(policy, draft_policy, reuse)
   return new_attention(self, policy, nil, draft_policy, reuse)
 end
 
---- The attention that decodes and prefills as another one does, by policies with the same
--- options, and makes drafts by `policy`. It is made when it is first asked for. A
+--- An attention that decodes and prefills as another one does, with policies of the same
+-- options, and makes drafts with `policy`. It is made when it is first asked for. A
 -- recorded step belongs to its attention, so equal drafts should have equal keys.
 ---@param attention kvlab.Attention
 ---@param policy table  not attached; its options are used
@@ -230,7 +230,8 @@ function Engine:sequence()
   error(why, 0)
 end
 
---- Ends a sequence: the policies drop what they keep for it, its blocks are given back.
+--- Ends a sequence: the policies drop what they store for it, and its blocks are given
+-- back.
 function Engine:finish(seq)
   local ok, why = pcall(self.attention.request_finished, self.attention, seq)
   seq:close()
@@ -379,10 +380,10 @@ local function compute_decode(self, count)
   return to_logits(self, forward(self), count)
 end
 
---- Under what the graph of a step is kept: of one token a sequence, the number of
--- sequences, and which launches a policy makes. Of drafts, every number by which the host
--- decides what to launch. Where the tokens begin in their blocks is none of these: verify
--- pads the lists of blocks.
+--- The key under which the graph of a step is stored. For steps of one token a sequence:
+-- the number of sequences, and which launches a policy makes. For drafts: every number by
+-- which the host decides what to launch. Where the tokens begin in their blocks is not
+-- among them, because verify pads the lists of blocks.
 local function graph_key(self)
   local batch, variant = self.batch, self.attention.context.variant
   if batch.tokens_count == batch.count and not batch.tree then
@@ -494,8 +495,8 @@ local function compute_likeliest(self, n)
   return logits
 end
 
---- The sequences that get a token in step `at` of a draft, and where each of them was in
--- the step before; nil: all of the step before.
+--- The sequences that get a token in step `at` of a draft, and the index of each of them
+-- in the previous step; nil: all sequences of the previous step.
 local function part_of_step(seqs, counts, at)
   local part, rows, previous = {}, nil, 0
   for i = 1, #seqs do
@@ -510,7 +511,7 @@ local function part_of_step(seqs, counts, at)
   return part, #part < previous and rows or nil
 end
 
---- Cuts sequences that were longer for a while to the length that they had.
+--- Cuts sequences that a draft made longer back to the length that they had.
 local function cut(seqs, lengths)
   for i, seq in ipairs(seqs) do seq:truncate(lengths[i]) end
 end
@@ -553,11 +554,12 @@ local function draft(self, seqs, counts, tokens, choose)
   return drafted.ids:narrow(0, most)
 end
 
---- Makes drafts: of each sequence's newest token, and of so many that may follow it, by
--- steps of one token in which the attention's draft policy selects. They run on the
--- sequences, and nothing waits for the device. Afterwards the sequences have the length
--- that they had. The next step should verify these sequences with `drafted`, which
--- computes K and V of the tokens again; if it does not, the draft leaves nothing behind.
+--- Makes drafts: each has a sequence's newest token, and the tokens that may follow it.
+-- They are made by steps of one token in which the attention's draft policy selects. The
+-- steps run on the sequences, and nothing waits for the device. Afterwards the sequences
+-- have the length that they had. The next step should verify these sequences with
+-- `drafted`, which computes K and V of the tokens again; if it does not, the draft leaves
+-- nothing behind.
 ---@param seqs kvlab.Sequence[]
 ---@param counts integer[]   tokens of the draft of each, one or more
 ---@param tokens integer[]   the newest token of each
@@ -596,8 +598,8 @@ end
 
 --- A decode step of several tokens a sequence: the newest token of each, and a draft of
 -- those that may follow it. The logits of a token are those that decode would return
--- after it, as far as docs/policies.md says. take_back then drops the tokens of the draft
--- that were wrong.
+-- after it; docs/policies.md lists the exceptions. take_back then drops the wrong tokens
+-- of the draft.
 ---@param seqs kvlab.Sequence[]
 ---@param counts integer[]   tokens of each, one or more; together at most engine.chunk,
 --                           or max_seqs if that is more
@@ -620,9 +622,9 @@ function Engine:take_back(counts) self.attention:take_back(counts) end
 --- Greedy continuation: `n` token ids after a prefill or decode that returned `logits`.
 -- They are all in the sequence but the last, which no step has computed yet.
 --
--- Every token is a step of its own, so an error in one leaves those before it: the
--- sequence and `ids` are then what they were when that step began. The last id is again
--- the one that is not in the sequence, so this goes on:
+-- Every token is a step of its own, so an error in one step does not affect earlier ones:
+-- the sequence and `ids` are then what they were when that step began. The last id is
+-- again the one that is not in the sequence, so this continues:
 --
 --   logits = engine:decode({ seq }, { ids[#ids] })
 --   engine:generate(seq, logits, n - #ids, ids)

@@ -117,8 +117,8 @@ local function read_group(read, x, at, part, first, rows, columns)
   return all
 end
 
---- The matrices of the experts of a layer, a tensor for each group: of gate and up their
--- rows, one expert below the other; of down their columns, side by side.
+--- The matrices of the experts of a layer, a tensor for each group: for gate and up their
+-- rows, one expert below the other; for down their columns, side by side.
 local function read_groups(read, x, at, part, rows, columns)
   local list = {}
   local stacked = x.is_stacked and read(names(x, at)[part], { x.count, rows, columns })

@@ -1,13 +1,13 @@
---- Reads what somebody else wrote against a declaration of what it may say: the fields of
--- a config.json and of the tables in it. A field is known and has a value of its kind, or
--- is known to change nothing here, or is an error that names it.
+--- Reads a config.json, and the tables in it, against a declaration of the fields that it
+-- may have. A field is known and has a value of its kind, or is known to change nothing
+-- here, or is an error that names it.
 --
 --   local known = { eps = fields.known(fields.positive(1), 1e-6),
 --                   use_cache = fields.harmless "generation" }
 --   local values = fields.read("config.json", "llama", { eps = 1e-5 }, known)
 --
 -- JSON's null is a value of its own: a known field may be null only where that has a
--- meaning. A field that nobody knows may be null, since it then says nothing.
+-- meaning. An unknown field may be null, since it then says nothing.
 local json = require "kvlab.json"
 local nearest = require("kvlab.words").nearest
 local options = require "kvlab.options"
@@ -31,14 +31,14 @@ function M.positive(most)
   end }
 end
 
---- One value and no other: what is computed here.
+--- A field that may have only one value, the one that kvlab can compute.
 ---@param value string|number|boolean
 ---@return kvlab.OptionKind
 function M.only(value)
   return { tostring(value), function(x) return x == value end, only = value }
 end
 
---- Only a table without anything in it.
+--- A field that may only be an empty table.
 ---@param why string  for the error: what a value would ask for
 ---@return kvlab.OptionKind
 function M.nothing(why)
@@ -104,8 +104,8 @@ function M.refuse(path, field, got, expected)
   error(("%s: %s is %s, expected %s"):format(path, field, shown(got), expected), 0)
 end
 
---- Raises for a field that is not declared. of: what else has it, in words; the nearest
--- name is told if it is near.
+--- Raises for a field that is not declared. of: what else has such a field, in words. The
+-- error names the nearest known name if it is near.
 local function refuse_unknown(path, what, name, value, known, of)
   local near, distance = nearest(tostring(name), sorted.keys(known))
   local hint = of and ("; it is a field of %s"):format(of)
@@ -114,8 +114,8 @@ local function refuse_unknown(path, what, name, value, known, of)
     shown(value), what, hint), 0)
 end
 
---- The values of a table, with the defaults of what is left out; harmless fields are not
--- among them, and one that is null is nil.
+--- The values of a table, with the defaults of fields that are left out. Harmless fields
+-- are not included, and a null is nil.
 ---@param path string   where the table stands, for errors
 ---@param what string   whose fields they are, for errors: "llama"
 ---@param given table   as JSON has it, with json.null

@@ -1,7 +1,7 @@
 --- Gemma 2 and the text model of Gemma 3: local layers that see a window, and global ones
 -- that see everything. Norms stand before and after each half of a layer and multiply by
 -- 1 + weight. Gemma 2 caps the scores of attention and the logits; Gemma 3 has a norm on
--- each head, and turns its local layers with a base of their own. All else is as in
+-- each head, and rotates in its local layers with a base of their own. All else is as in
 -- lua/models/llama.lua.
 --
 --   local gemma = require "models.gemma"
@@ -27,8 +27,8 @@ local M = {}
 local VARIANTS = { gemma2 = { pattern = 2 }, gemma3_text = { head_norm = true } }
 local FAMILIES = { "gemma2", "gemma3_text" }
 
---- The two rotations of Gemma 3, by the kind of layer. rope_scaling adds to that of the
--- layers that see everything.
+--- The two rotations of Gemma 3, by the kind of layer. rope_scaling changes only the
+-- rotation of the layers that see everything.
 local function both_tables(path, values)
   local plain = { rope_type = "default" }
   local given, both = values.rope_parameters
@@ -84,7 +84,7 @@ local function rotations(path, values, c, context)
     factors.full_attention
 end
 
---- Refuses names of one field that say different things.
+--- Refuses a field that is given under two names with different values.
 local function check_same(path, values, field, other)
   if values[other] and values[other] ~= values[field] then
     refuse(path, other, values[other], ("that of %s, %s"):format(field, values[field]))

@@ -3,9 +3,9 @@
 -- of checkpoints in the same way; lua/models/checkpoint.lua opens them.
 --
 -- The architectures are llama (Llama, Mistral and Mixtral), qwen2, qwen3 and qwen3moe.
--- llama.cpp turns neighbouring numbers of a head of the llama architecture, and
--- its converter changes the order of the rows of Q and K for that. Here they come back to
--- the order of Hugging Face, in which number i is turned with number i + head_dim / 2.
+-- In the llama architecture, llama.cpp rotates neighbouring numbers of a head, and its
+-- converter reorders the rows of Q and K for that. Loading restores the order of Hugging
+-- Face, where number i is rotated with number i + head_dim / 2.
 -- Source  docs/gguf.md of ggml; convert_hf_to_gguf.py and gguf-py of llama.cpp
 local fields_of = require "models.fields"
 local kv = require "kvlab"
@@ -31,22 +31,22 @@ local FIELDS = {
   moe_intermediate_size = "expert_feed_forward_length",
 }
 
--- Those without which no model is one.
+-- The keys that every model must have.
 local NEEDED = { "hidden_size", "intermediate_size", "num_hidden_layers",
                  "num_attention_heads", "rms_norm_eps", "max_position_embeddings" }
 
--- Other keys that are read here, or that say nothing about what is computed.
+-- Other keys that are read here, or that do not affect what is computed.
 local READ = { ["rope.scaling.type"] = true, ["rope.scale_linear"] = true,
   ["rope.scaling.factor"] = true, ["rope.scaling.original_context_length"] = true,
   ["rope.scaling.attn_factor"] = true, ["attention.value_length"] = true,
   ["rope.dimension_count"] = true, vocab_size = true, ["rope.scaling.finetuned"] = true,
   tensor_data_layout = true }
 
--- Keys that may have one value, the one that is computed here.
+-- Keys that may have only one value, the one that kvlab can compute.
 local ONLY = { ["attention.causal"] = true, expert_weights_norm = true,
                expert_gating_func = 1 }
 
---- Raises for a key of the architecture that is not known and says anything.
+--- Raises for an unknown key of the architecture, unless it says nothing.
 local function check_keys(path, metadata, architecture)
   local is_known = {}
   for _, key in pairs(FIELDS) do is_known[key] = true end
@@ -120,7 +120,7 @@ function M.config(file)
     refuse(path, "attention.value_length", get "attention.value_length",
       ("that of keys, %s"):format(tostring(fields.head_dim)))
   end
-  -- What llama.cpp takes for a key that is not there.
+  -- llama.cpp's defaults for keys that are missing.
   fields.num_key_value_heads = fields.num_key_value_heads or fields.num_attention_heads
   fields.rope_theta = fields.rope_theta or 10000
   fields.head_dim = fields.head_dim

@@ -1,6 +1,6 @@
 --- Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE: how they are configured and how a
--- layer computes, from the files that Hugging Face writes or from GGUF. What runs them is
--- lua/models/engine.lua.
+-- layer computes, from the files that Hugging Face writes or from GGUF.
+-- lua/models/engine.lua runs them.
 --
 --   local llama = require "models.llama"
 --   local model = llama.load("lua/models/recall", { device = "cpu" })
@@ -64,7 +64,8 @@ local function sizes_of(file, values, context)
   return c
 end
 
---- Which layers are local, from 1: those that layer_types says, or else is_local(i).
+--- Which layers are local, from 1: those that layer_types names, or else those for which
+-- is_local(i) is true.
 local function local_layers(path, values, layers, is_local)
   local list, types = {}, values.layer_types
   if types and #types ~= layers then
@@ -193,7 +194,7 @@ local function tied_head(file, get, c, embedding)
   return embedding
 end
 
---- A model of the tensors of a checkpoint.
+--- Builds a model from the tensors of a checkpoint.
 local function build(c, o, file, line, class)
   local device, dtype = kv.device(o.device), o.dtype or "bf16"
   class = class or Model

@@ -1,7 +1,7 @@
 --- Weights in FP8 (E4M3) with scales: what a config's quantization_config says about
 -- them, and reading them. A weight is its 8-bit number times the scale of its block, and
--- is multiplied out when it is read, so a model computes in the dtype that it is loaded
--- as. Activations are not quantised, whatever the config says about them.
+-- is computed when it is read, so a model computes in the dtype that it is loaded as.
+-- Activations are not quantised, whatever the config says about them.
 --
 --   fp8                 weight_scale_inv, a number for each block of weight_block_size
 --                       (the last ones may be cut off) or, without one, for a tensor

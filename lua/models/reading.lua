@@ -10,7 +10,8 @@
 -- policy, as the answer is; with question = "prompt" it is read densely, all but its last
 -- token. So every token of an answer is computed under the policy. Each policy works on
 -- forks of the contexts; one that watches the prompt reads the contexts again, and so
--- does one that evicts tokens of them. It needs an engine with tables by layer or head.
+-- does one that evicts tokens of them. Eviction needs an engine with tables by layer or
+-- head.
 --
 -- Answers are greedy. The examples of a batch are decoded together.
 local arguments = require "kvlab.arguments"
@@ -96,8 +97,8 @@ local function surprise(logits, tokens)
   return (logits:logsumexp(-1):reshape { n } - logits:gather(index):reshape { n }):list()
 end
 
---- What is known of an example while it is decoded. `at`: the place of the next token to
--- decode in its prompt and what follows.
+--- The state of an example while it is decoded. `at`: the index of the next token to
+-- decode, in its prompt and what follows.
 local function begin(example, seq)
   return { example = example, seq = seq:fork(), at = example.read + 1, given = {},
            nll = 0, right = 0 }
@@ -154,8 +155,8 @@ local function decode(self, batch)
   end
 end
 
---- Decodes with a policy from now on. If it watches the prompt or evicts tokens of it, or
--- the one before did, the contexts are read again.
+--- Decodes with a policy from now on. If this policy or the previous one watches the
+-- prompt or evicts tokens of it, the contexts are read again.
 local function use_policy(self, policy)
   local evicted = self.evicted
   self.evicted = policy.evict ~= nil

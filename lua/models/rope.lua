@@ -1,6 +1,6 @@
---- Rotary embeddings: how a config describes them, and the frequencies that they turn
--- with. The kinds are those of Hugging Face's rope_type: default, linear, dynamic, yarn
--- and llama3. longrope and proportional are refused.
+--- Rotary embeddings: how a config describes them, and the frequencies of their
+-- rotations. The kinds are those of Hugging Face's rope_type: default, linear, dynamic,
+-- yarn and llama3. longrope and proportional are refused.
 -- Source  transformers 5, modeling_rope_utils.py; YaRN: Peng et al. 2023,
 --         arXiv:2309.00071
 local fields = require "models.fields"
@@ -17,7 +17,7 @@ end }
 
 local NUMBER = positive(1e6)
 
--- What each kind has besides those of ALL. transformers turns whole heads in these
+-- The fields of each kind besides those of ALL. transformers rotates whole heads in these
 -- families, whatever partial_rotary_factor says.
 local ALL = {
   rope_type = known(options.string), type = known(options.string),
@@ -103,9 +103,9 @@ local function llama3(rope, f)
   return (1 - smooth) * f / rope.factor + smooth * f
 end
 
---- The pairs of a head between which YaRN goes over from whole frequencies to ones that
--- are divided by `factor`: those that turn beta_fast and beta_slow times in the length
--- that the model was trained with.
+--- The pairs of a head between which YaRN changes from unchanged frequencies to
+-- frequencies divided by `factor`: the pairs that rotate beta_fast and beta_slow times
+-- within the length that the model was trained with.
 local function yarn_range(rope, dim)
   local function pair(turns)
     return dim * math.log(rope.trained / (turns * 2 * math.pi))
@@ -121,7 +121,7 @@ local function yarn_scale(factor, mscale)
   return factor <= 1 and 1 or 0.1 * mscale * math.log(factor) + 1
 end
 
---- What YaRN multiplies the turned q and k with.
+--- The factor by which YaRN multiplies the rotated q and k.
 local function yarn_attention(rope)
   if rope.attention_factor then return rope.attention_factor end
   if rope.mscale and rope.mscale_all_dim then
@@ -131,8 +131,8 @@ local function yarn_attention(rope)
   return yarn_scale(rope.factor, 1)
 end
 
---- What DeepSeek multiplies the scale of attention with, besides the factor of the turned
--- q and k. 1 unless YaRN has mscale_all_dim.
+--- The factor by which DeepSeek multiplies the scale of attention, besides the factor of
+-- the rotated q and k. 1 unless YaRN has mscale_all_dim.
 ---@param path string  where it stands, for errors
 ---@param rope table   as check returned it
 ---@return number

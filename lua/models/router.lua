@@ -3,8 +3,8 @@
 --
 --   softmax   a score is the probability of the expert among all (Mixtral, Qwen3-MoE,
 --             DeepSeek-V2)
---   sigmoid   experts do not compete; a bias that was learned is added for the choice
---             alone, and the weights are without it (DeepSeek-V3, GLM-4.7)
+--   sigmoid   each expert's score is independent; a learned bias is added for the choice
+--             only, and the weights do not include it (DeepSeek-V3, GLM-4.7)
 --
 -- Neighbouring experts may form groups. Then only experts of the `open_groups` best
 -- groups can be chosen. The score of a group is that of its best expert, or with sigmoid
@@ -68,7 +68,7 @@ function M.views(x, device, routed, n)
   return s
 end
 
---- Puts -inf in the place of the experts of all groups but the best.
+--- Sets the scores of experts to -inf, except in the best groups.
 local function close_groups(s)
   check(C.kvl_topk(s.group_rows, C.KVL_TOPK_LARGEST, s.group_best, s.group_which))
   s.group_best:sum(1, s.group_scores)

@@ -9,10 +9,10 @@ local sorted = require "kvlab.sorted"
 
 local M = {}
 
--- 8b: Llama-3-8B. small: the same in little, for a CPU. glm-flash: GLM-4.7-Flash, which
--- are the defaults of its family; in bf16 its weights take 60 GB. v32: 8 layers of
+-- 8b: Llama-3-8B. small: a small version of it, for a CPU. glm-flash: GLM-4.7-Flash,
+-- which are the defaults of its family; in bf16 its weights take 60 GB. v32: 8 layers of
 -- DeepSeek-V3.2, all as its first three, because the experts of one layer take 22 GB.
--- v32-small: the same in little.
+-- v32-small: a small version of it.
 local SHAPES = {
   ["glm-flash"] = { model_type = "glm4_moe_lite" },
   v32 = { model_type = "deepseek_v32", num_hidden_layers = 8, first_k_dense_replace = 8,
@@ -52,7 +52,7 @@ function M.open(keys)
   return llama.random(config, o)
 end
 
---- The prompts that a text stands for: "8x32K" are 8 of 32768 tokens.
+--- The prompts that a text describes: "8x32K" means 8 prompts of 32768 tokens.
 ---@param prompts string
 ---@return integer sequences
 ---@return integer tokens

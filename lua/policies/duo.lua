@@ -7,7 +7,7 @@
 --         everything
 -- Worth   as streaming: the oldest token after the sinks goes
 -- Cost    none that is measurable: the heads are known from the start
--- Fails   what only the heads that stream would have found
+-- Fails   information that only the streaming heads would have found
 local kv = require "kvlab"
 
 --- 1 for heads that hold everything, else 0: [layers * kv_heads].
@@ -64,5 +64,5 @@ return kv.policy.define {
     kv.policy.hold(self, "streaming", { ratio = whole, sink = self.sink,
                                         recent = self.recent })
   end,
-  evict = function() end, -- hold puts that of streaming in its place
+  evict = function() end, -- hold replaces it by that of streaming
 }

@@ -8,7 +8,7 @@
 --         mean also the nearest blocks prefetch_ahead steps before a refresh, at most
 --         prefetch_cache_size. The other prefetch options are for the server
 -- Cost    history reads no keys; mean reads 1 / block_size of them when it scores
--- Fails   history: a block that was passed over never comes back, whatever is asked.
+-- Fails   history: a block that was not selected never comes back, whatever the query is.
 --         mean: heads that want different blocks share one list, and after a change of
 --         topic the list is out of date for up to refresh - 1 steps
 local kv, e = require "kvlab", require("kvlab").expr

@@ -9,8 +9,8 @@
 -- Cost    one launch; reads hash_bits / 8 bytes per block (or token) and KV head; writes
 --         no scores to memory; no host synchronisation. Expressions are faster on a CPU,
 --         but on a GPU the summary takes 1.6 times as long, the score 2.4 times
--- Fails   few bits know an angle only to about 1 / sqrt(hash_bits); hashes ignore the
---         length of a key; hashes of mean keys fail as block_mean does
+-- Fails   few bits give an angle only to within about 1 / sqrt(hash_bits); hashes ignore
+--         the length of a key; hashes of mean keys fail as block_mean does
 local kv = require "kvlab"
 local one_of = kv.policy.one_of
 

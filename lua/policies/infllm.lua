@@ -4,7 +4,7 @@
 --         tokens, and gives all far tokens one position. This policy takes the keys
 --         farthest from their block's mean, looks blocks up for every token, and leaves
 --         positions as they are
--- Score   the sum over the representatives of q . k. It ranks blocks as q . their mean
+-- Score   the sum over the representatives of q . k. It ranks blocks like q . their mean
 --         does, so one vector a block is kept; the max over the group's query heads
 -- Cost    reads 1/block_size of the keys (in f32); choosing the representatives compares
 --         the keys of a block once for each of them (98 at most)

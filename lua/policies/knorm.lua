@@ -4,7 +4,7 @@
 --         layer does here (ratio = { 1, 1, 0.1, … })
 -- Worth   -|k|
 -- Cost    reads the keys once, after the prompt
--- Fails   models in which long keys are attended to
+-- Fails   models that attend to long keys
 local kv = require "kvlab"
 
 local function worth_of(_, ctx, i)

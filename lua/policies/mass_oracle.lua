@@ -7,7 +7,7 @@
 -- Cost    reads every key and value, so it saves nothing: a bound, not a method
 --         An expression sees one block, and the softmax is over all of them. For groups
 --         of one head it can be a logsumexp and then a softmax, in a third of the time
--- Fails   ALiBi and windows, which change the logits, are not seen
+-- Fails   ALiBi and windows change the logits, but are not taken into account
 local kv = require "kvlab"
 
 return kv.policy.define {

@@ -5,8 +5,8 @@
 -- Fails   always: at a ratio r it keeps a given block with probability about r
 local kv = require "kvlab"
 
---- What steps of a shape need. The draws of a block lie together, so that they do not
--- depend on how wide a step is.
+--- The tensors for steps of a shape. The draws of a block lie together, so that they do
+-- not depend on the width of a step.
 local function new_room(ctx)
   local rows, draws = ctx.seqs * ctx.kv_heads, {}
   for layer = 0, ctx.layers - 1 do

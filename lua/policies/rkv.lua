@@ -14,7 +14,7 @@
 -- Cost    the weights of one query a step, and every `interval` tokens the products of
 --         all held keys with each other: 4 * held^2 bytes a head, a few times, for all
 --         heads of a sequence together
--- Fails   later questions about what was said twice, in other words
+-- Fails   later questions about things that were said twice in different words
 local kv = require "kvlab"
 local e = kv.expr
 
@@ -47,8 +47,8 @@ local function pooled(self, votes, positions)
   return most
 end
 
---- Writes the worth of what `count` rows from `first` on hold: heads of one sequence with
--- equally many tokens. votes: the mean weights, f32 [heads, columns].
+--- Writes the worth of the tokens that `count` rows from `first` on hold: heads of one
+-- sequence with equally many tokens. votes: the mean weights, f32 [heads, columns].
 local function put_worth(self, ctx, first, count, votes)
   local held, keys = ctx:held(ctx.layer, first), {}
   for i = 1, count do keys[i] = ctx:keys(ctx.layer, first + i - 1, held) end
@@ -69,7 +69,7 @@ local function put_worth(self, ctx, first, count, votes)
   end
 end
 
---- At the end of a prompt, whose last queries vote.
+--- Called at the end of a prompt, whose last queries vote.
 local function after_prompt(self, ctx, first, count)
   local votes = {}
   for i = 1, count do
@@ -83,8 +83,8 @@ local function after_prompt(self, ctx, first, count)
   put_worth(self, ctx, first, count, count > 1 and kv.cat(votes) or votes[1])
 end
 
---- Before a decode step in which a token will make way. Votes began anew at a multiple of
--- the window.
+--- Called before a decode step that will replace a token. Votes start again at each
+-- multiple of the window.
 local function score_again(self, ctx, first, count)
   local queries = (ctx.sequences[first + 1]:length() - 2) % self.window + 1
   local votes = self.votes:load(ctx):narrow(first, count)

@@ -8,7 +8,7 @@
 --         of the group are largest: sum_d max(q_d * min_d, q_d * max_d), the max over the
 --         group
 -- Cost    SnapKV's once after the prompt, then 2/block_size of the held keys. The bounds
---         of all dimensions are read, also of those that do not count
+--         of all dimensions are read, also of those that are not used
 -- Fails   questions that come after the prompt, as for SnapKV. Tokens that stay were far
 --         apart in the text, so bounds over many of them are loose
 local kv = require "kvlab"
@@ -28,7 +28,8 @@ local function largest_dims(self, ctx)
     :reshape(q:dims()):cast(ctx.query:type())
 end
 
---- What quest may select of what is held, where the budget is a share of the text.
+--- How much of the held tokens quest may select, because the budget is a share of the
+-- text.
 local function of_held(ratio, least)
   if not ratio then return nil end
   if type(ratio) == "number" then return { ratio = math.max(ratio, least) } end
@@ -55,7 +56,7 @@ return kv.policy.define {
     self.most_dims = math.max(1, math.floor(self.dims * shape.head_dim))
     self.limits = kv.full(shape.device, "i32", { 1, shape.kv_heads }, self.most_dims)
   end,
-  evict = function() end, -- hold puts that of snapkv in its place
+  evict = function() end, -- hold replaces it by that of snapkv
   select_blocks = function(self, ctx)
     local scores = ctx:new_scores()
     kv.scope(function()

@@ -22,7 +22,7 @@ local function pooled(votes, pool)
   return sum / pool
 end
 
---- The worth of what sequence i (from 0) holds: f32 [kv_heads, tokens].
+--- The worth of the tokens that sequence i (from 0) holds: f32 [kv_heads, tokens].
 local function vote(self, ctx, i)
   local queries = self.queries:of(ctx, i)
   local held = ctx:held(ctx.layer, i)

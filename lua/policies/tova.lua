@@ -5,7 +5,7 @@
 -- Worth   the weight of each token in the attention of the newest query, of the prompt or
 --         decoded, exact
 -- Cost    the weights of one query a step; 4 bytes for each token that is held
--- Fails   what the newest query does not look at is lost to all later ones
+-- Fails   tokens that the newest query does not attend to are lost to all later queries
 local kv = require "kvlab"
 local e = kv.expr
 

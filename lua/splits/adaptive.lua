@@ -1,14 +1,14 @@
 --- Adaptive: the blocks with the best scores of all KV heads of a layer are selected,
 -- so a head whose attention is spread out has more of them than one that looks at few.
 -- Source  AdaKV, Feng et al. 2024, arXiv:2407.11550, with its safeguard as kvpress has
---         it: each head is sure of the best `floor` of an even share, and the rest goes
---         to the best scores of all heads. The authors' code adds the two instead:
---         floor * even + (1 - floor) * what the head has among the best scores,
---         rounded. The paper divides tokens by attention weights, once after the
---         prompt; this divides blocks by the policy's score, whenever it selects. It
---         needs scores that compare among heads: with `softmax`, each head's are made
---         weights, softmax(scale * score). Use it where a score is a q.k (quest,
---         block_mean, oracle, infllm, nsa), not where it is a share already (h2o_blocks,
+--         it: each head always gets its best `floor` of an even share, and the rest goes
+--         to the best scores of all heads. The authors' code adds the two instead: floor
+--         * even + (1 - floor) * what the head has among the best scores, rounded. The
+--         paper divides tokens by attention weights, once after the prompt; this divides
+--         blocks by the policy's score, whenever it selects. It needs scores that are
+--         comparable among heads: with `softmax`, each head's scores become weights,
+--         softmax(scale * score). Use it where a score is a q.k (quest, block_mean,
+--         oracle, infllm, nsa), not where it is a share already (h2o_blocks,
 --         snapkv_blocks, mass_oracle, twilight) or no logit
 -- Cost    two selections and about 20 small launches more in a layer. Lists are as wide
 --         as all heads' budgets together, and a hot cache needs slots for that many

@@ -1,4 +1,4 @@
---- Examples of a file: JSONL as LongBench has it, or one's own.
+--- Examples from a JSONL file in LongBench's form: LongBench's own or yours.
 -- Source  Bai et al. 2023 (LongBench), arXiv:2308.14508: an object a line with input,
 --         context and answers
 -- Asks    template, with the fields in place of {context} and {input}. What is too long
@@ -7,7 +7,7 @@
 --         answer, unless first_line = false
 local kv = require "kvlab"
 
---- A context without the tokens of its middle that are too many.
+--- A context without so many tokens of its middle that it fits.
 local function shortened(tokenizer, context, too_many)
   local ids = tokenizer:encode(context, { bos = false, eos = false })
   local left = #ids - too_many

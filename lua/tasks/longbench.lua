@@ -1,7 +1,8 @@
 --- A data set of LongBench with its own prompt, length of answers and score, so that the
 -- numbers can be compared with published ones. The files are LongBench's and not part of
 -- kvlab: file is a JSONL file of its data, prompts its config/dataset2prompt.json and
--- lengths its config/dataset2maxlen.json. Without lengths, answer_tokens says it.
+-- lengths its config/dataset2maxlen.json. Without lengths, answer_tokens gives the length
+-- of answers.
 -- Source  Bai et al. 2023, arXiv:2308.14508: pred.py and eval.py
 -- Asks    the prompt, less the middle of what is too long for `length` with the answer;
 --         with `chat` as a message, but for the data sets that LongBench asks without
@@ -43,7 +44,7 @@ local function shortened(tokenizer, text, most)
   return tokenizer:decode(head) .. tokenizer:decode(tail)
 end
 
---- An example: its question is what comes after {context}, as far as that is not cut.
+--- An example: its question is the text after {context}, as far as it is not cut.
 local function example_of(self, tokenizer, row, most)
   local after = filled(self.template:match "{context}(.*)$", row)
   local text = shortened(tokenizer, filled(self.template, row), most)

@@ -1,4 +1,4 @@
---- Perplexity: how well the model foretells a text.
+--- Perplexity: how well the model predicts a text.
 -- Reads   windows of `length` tokens of a text, which the seed chooses; no two overlap.
 --         All but the last `decode` tokens are the prompt
 -- Asks    nothing: the last tokens are decoded one by one as the text has them, so that a

@@ -1,4 +1,5 @@
---- Variable tracking: which variables have a value that goes from one to the next?
+--- Variable tracking: which variables have the value that a chain of assignments passes
+-- on?
 -- Source  Hsieh et al. 2024 (RULER), arXiv:2404.06654; the words are this project's own
 -- Hides   `chains` chains of assignments in unimportant text, in order: VAR A = 12345,
 --         VAR B = VAR A, …, with `hops` steps after the first

@@ -122,8 +122,8 @@ local function is_number_in(pair, metric)
   return is_finite(pair.a.metrics[metric]) and is_finite(pair.b.metrics[metric])
 end
 
---- What each text gave in both rows of a pair: two lists; nil if the rows do not say it,
--- of the same texts.
+--- The results of each text in both rows of a pair: two lists; nil unless both rows have
+-- results, of the same texts.
 local function texts_of(pair, metric)
   local a, b = (pair.a.each or {})[metric], (pair.b.each or {})[metric]
   if type(a) ~= "table" or type(b) ~= "table" or #a ~= #b then return nil end
@@ -172,7 +172,8 @@ local function is_fixed(list, metric)
   return true
 end
 
---- Of how many 0/1 trials a metric is the share, in both rows of all pairs at least.
+--- The number of 0/1 trials that a metric is a share of: the smallest among the rows of
+-- all pairs.
 local function trials_of(list, metric)
   local rows = {}
   for _, pair in ipairs(list) do
@@ -189,9 +190,9 @@ local function are_shares(values)
 end
 
 --- The mean difference of the samples of B and A, and its interval. Scores of texts,
--- 0 ... 1, have that of shares, and other samples Student's t. If all seeds differ by the
--- same, t has no width; a share of 0/1 trials is then known as well as their number
--- allows, and another metric that is fixed has no interval.
+-- 0 ... 1, have the interval for shares, and other samples Student's t. If all seeds have
+-- the same difference, t has no width; a share of 0/1 trials then has the interval for
+-- this number of trials, and any other metric that is fixed has none.
 local function difference_of(list, metric, of_a, of_b, of_texts)
   local differences, are_equal = {}, true
   for i, b in ipairs(of_b) do
@@ -222,8 +223,8 @@ local function measure(all, metric)
            difference = difference_of(list, metric, of_a, of_b, of_texts) }
 end
 
---- Returns the sorted names of the metrics that are numbers, and for those that only the
--- rows of A or only those of B have, in which.
+--- Returns the sorted names of the metrics that are numbers; and, for metrics that only A
+-- or only B has, which of the two has them.
 local function metric_names(list)
   local names, of, only = {}, { a = {}, b = {} }, {}
   for _, pair in ipairs(list) do

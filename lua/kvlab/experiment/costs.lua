@@ -5,11 +5,12 @@
 --   held_share   tokens that the sequences hold
 --   moved_share  bytes that a step moves over the link or copies
 --
--- And three that the cache counts (Cache:stats) while all questions are asked, with the
--- prompts that the policy reads by itself: bytes_peak, bytes_evicted and bytes_moved.
+-- Three more are counted by the cache (Cache:stats) while all questions are asked,
+-- including the prompts that the policy reads by itself: bytes_peak, bytes_evicted and
+-- bytes_moved.
 --
--- A description of a table or picture names one of them as its x, value, beside or over.
--- `--over=held_share` puts another one there.
+-- A description of a table or picture names one of these costs as its x, value, beside or
+-- over. `--over=held_share` puts another cost in its place.
 local reads = require "kvlab.policy.reads"
 
 local M = {}
@@ -32,9 +33,9 @@ function M.add(metrics, seen, stats)
   return metrics
 end
 
---- Begins to count what the decode steps of an attention read, hold and move, those of
--- drafts included, without the comparisons of kv.probe. Steps are launched one by one
--- meanwhile.
+--- Begins to count what the decode steps of an attention read, hold and move, including
+-- steps of drafts, without the comparisons of kv.probe. While it counts, steps are not
+-- replayed from graphs.
 ---@param attention kvlab.Attention
 ---@return kvlab.Reads counted
 ---@return fun() stop
@@ -69,8 +70,8 @@ function M.label(name)
   return WORDS[name] and WORDS[name] .. ", as a share of all of K and V"
 end
 
---- A description of a table or picture, with the cost `over` in the place of any. An axis
--- with a cost gets its text.
+--- A description of a table or picture in which the cost `over` replaces any other cost.
+-- An axis with a cost gets the cost's text.
 ---@param view table
 ---@param over string|nil  nil: it stays as it is
 ---@return table

@@ -26,20 +26,20 @@
 -- intervals stay there too: { "bytes_share", accuracy = "questions" }. The second form is
 -- for shares of right answers, and names the metric or option that counts the questions;
 -- such a mean gets an interval for shares (kvlab.statistics), and the row keeps the count
--- in `trials`. What each of several texts gave may be among the metrics, as `each = {
--- score = { 1, 0, … } }`; the row keeps it beside them, and `kvlab compare` then compares
--- text by text. `metrics` lists the names that every row must have, in the order in which
--- they are written. A metric called `note` is a text that says why a row cannot be
--- compared with the others, such as a budget that is exceeded: tables and plots mark the
--- row, and `kvlab compare` leaves it out. `table` and `plot` may be lists, or functions
--- that take the rows and settings, and return what text_table.text and plot.svg take.
--- `environment` = { device, description, driver, versions } is needed only when the
+-- in `trials`. The results of single texts may be among the metrics, as `each = { score =
+-- { 1, 0, … } }`; the row stores them beside the metrics, and `kvlab compare` then
+-- compares text by text. `metrics` lists the names that every row must have, in the order
+-- in which they are written. A metric called `note` is a text that says why a row cannot
+-- be compared with the others, such as a budget that is exceeded: tables and plots mark
+-- the row, and `kvlab compare` leaves it out. `table` and `plot` may be lists, or
+-- functions that take the rows and settings, and return what text_table.text and plot.svg
+-- take. `environment` = { device, description, driver, versions } is needed only when the
 -- device is not the one that kv.device() opens.
 --
 -- The folder (--out=DIR, results/NAME, or results/NAME-quick with --quick) gets
--- results.jsonl, manifest.json, report.html, the plots and, with --csv, results.csv. A
--- run that finds all of its rows there, and chooses others than the run of the manifest,
--- puts the rest into the folder `selection` in it.
+-- results.jsonl, manifest.json, report.html, the plots and, with --csv, results.csv. If a
+-- run finds all of its rows there, but its choice of rows differs from the run of the
+-- manifest, all other files go into the subfolder `selection`.
 -- A configuration that results.jsonl already holds is not run again, unless its row is
 -- stale: one of the sources that it was computed from (the policy, the script, lua/, the
 -- library, weights, captures; see kvlab.sources) has changed since. --set stale=keep
@@ -98,8 +98,8 @@ function M.reads(path)
   sources.keep(path)
 end
 
---- The rows of an experiment's results, on which the rows of this process depend from now
--- on, as on any file that `reads` names.
+--- Reads the rows of an experiment's results. From now on, the rows of this process
+-- depend on them, as on any file that `reads` names.
 ---@param path string  the folder of the results, or a file of rows (.jsonl)
 ---@return {config: table, metrics: table}[]  empty if there is no such file
 function M.rows(path)
@@ -392,9 +392,10 @@ local function finish_shard(plan, store, manifest)
            tables = {} }
 end
 
---- Returns the manifest of what this run shows, and the folder of its pictures: the
--- results' folder. But if all rows are there already, computed by other runs, then that
--- manifest stays; and if they are other rows than its pictures show, those stay, too.
+--- Returns the manifest of what this run shows, and the folder for its pictures, which is
+-- the results' folder. If other runs have already computed all rows, the folder's
+-- manifest stays; and if this run shows other rows than the folder's pictures, those
+-- pictures stay, too.
 local function describe_rows(plan, described, old, has_work)
   if has_work or not old or plan.shard then
     return manifests.write(plan.folder, described, old), plan.folder

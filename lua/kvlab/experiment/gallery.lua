@@ -1,7 +1,7 @@
 --- A gallery: one page that shows several experiments, each with its question, its first
 -- picture and a link to its report. It needs no network and, but for the links, no other
--- file. The folders may come from anywhere, so the page runs no scripts, and it takes a
--- picture only from the entry's own folder and only if it is a drawing.
+-- file. The folders may come from anywhere, so the page runs no scripts, and a picture
+-- must lie in the entry's own folder and be nothing but a drawing.
 local manifests = require "kvlab.experiment.manifest"
 local report = require "kvlab.report.report"
 local files = require "kvlab.files"
@@ -48,7 +48,8 @@ local function is_drawn(name, value)
     and not name:find "^[oO][nN]"
 end
 
---- The position after a tag that begins at `at`; nil when it is not of a drawing.
+--- The position after a tag that begins at `at`; nil when the tag does not belong in a
+-- drawing.
 local function after_tag(svg, at)
   local name, from = svg:match("^</?(%a+)()", at)
   while DRAWS[name] do
@@ -72,8 +73,8 @@ local function is_drawing(svg)
   return false
 end
 
---- The first picture of a folder's manifest; or nil and, if it has one, why it is not
--- shown.
+--- The first picture of a folder's manifest; or nil and, if there is a picture, the
+-- reason why it is not shown.
 local function read_picture(here, manifest)
   local pictures = manifest.pictures
   local name = type(pictures) == "table" and pictures[1]
@@ -114,7 +115,7 @@ local function add_card(out, folder, entry, number)
   out[#out + 1] = "</article>"
 end
 
---- The page of a folder that has a folder of results for each entry.
+--- Returns the page for a folder that has a folder of results for each entry.
 ---@param folder string
 ---@param title string
 ---@param made string   how, in a line

@@ -70,7 +70,7 @@ local function check_values(name, values)
   end
 end
 
---- Returns the different values at one place of the tuples, in order.
+--- Returns the different values at one index of the tuples, in order.
 local function distinct(tuples, place)
   local values, seen = {}, {}
   for _, tuple in ipairs(tuples) do

@@ -1,6 +1,6 @@
---- What `kvlab run SCRIPT --help` prints: the comment at the head of the script and, of
--- an experiment, its axes, settings and metrics, and what --quick puts in their place.
--- The script runs up to experiment.run, which prints them in place of computing rows. A
+--- What `kvlab run SCRIPT --help` prints: the comment at the head of the script and, for
+-- an experiment, its axes, settings and metrics, and the values that --quick sets. The
+-- script runs up to experiment.run, which prints them in place of computing rows. A
 -- script that does not call experiment.run is not run at all.
 local files = require "kvlab.files"
 local sorted = require "kvlab.sorted"
@@ -48,7 +48,7 @@ local function write_section(title, names, value_of, width)
   for _, name in ipairs(names) do write_entry(name, width, as_words(value_of(name))) end
 end
 
---- Writes what an experiment takes, as --quick and --set have made it.
+--- Writes the axes, settings and metrics of an experiment, after --quick and --set.
 ---@param spec table       see kvlab.experiment
 ---@param plan kvlab.plan  made from it
 function M.experiment(spec, plan)

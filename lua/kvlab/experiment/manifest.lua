@@ -2,9 +2,9 @@
 -- it again.
 --
 -- Name, seed and device are the folder's identity: a run with other values is refused. A
--- manifest is that of one run, the last that computed rows, and names the runs before it
--- in `earlier_runs`. A run that finds all of its rows in the folder leaves the manifest
--- as it is.
+-- manifest belongs to one run, the last that computed rows, and names the earlier runs in
+-- `earlier_runs`. A run that finds all of its rows in the folder leaves the manifest as
+-- it is.
 local json = require "kvlab.json"
 local files = require "kvlab.files"
 local secrets = require "kvlab.secrets"
@@ -190,7 +190,7 @@ local function all_sources(rows)
   return all
 end
 
---- Adds the folder's pictures to a manifest, and the sources that its rows were made by.
+--- Adds the folder's pictures to a manifest, and the sources of the folder's rows.
 ---@param folder string
 ---@param manifest table
 ---@param names string[]  the files of the pictures, the most important one first

@@ -224,8 +224,8 @@ local function check_proportions(given)
   end
 end
 
---- Returns the configurations of a shard: the i-th of n parts of the list. They follow
--- each other, so what one configuration prepares serves the next, as without shards.
+--- Returns the configurations of a shard: the i-th of n parts of the list. They are
+-- neighbours, so what one configuration prepares serves the next, as without shards.
 local function take_shard(configs, shard)
   local mine = {}
   local first = math.floor((shard.index - 1) * #configs / shard.count) + 1

@@ -1,8 +1,8 @@
 --- Reads and writes results.jsonl. Each line is the row of one finished configuration:
 -- {"config": {...}, "metrics": {...}, "made_by": {...}}. made_by maps the names of the
 -- sources that the row was computed from to their hashes, see kvlab.sources. A row may
--- also have "each", lists of what every text gave, by metric, and "trials", of how many
--- 0/1 trials a metric is the share.
+-- also have "each", lists with the result of every text, by metric, and "trials", the
+-- number of 0/1 trials that a metric is a share of.
 --
 -- A row is written at once and flushed, so a killed process leaves whole rows and at most
 -- one torn line at the end, which the next open cuts off. The process holds the folder's
@@ -43,8 +43,8 @@ results.__index = results
 ---@return string
 function M.key(config) return json.encode(secrets.mask(config)) end
 
---- Returns of how many 0/1 trials a metric of each of these rows is the share, at least;
--- nil if a row does not say it.
+--- Returns the number of 0/1 trials that a metric is a share of, the smallest among these
+-- rows; nil if a row does not say it.
 ---@param rows {trials: table<string, integer>|nil}[]
 ---@param metric string
 ---@return integer|nil
@@ -60,8 +60,8 @@ end
 
 --- Summarises one metric over repeats. Returns the mean and the interval of numbers; for
 -- other values, the value if all repeats agree, else nil. `kind` is "bounded" for a
--- metric that lies between 0 and 1, as its limits then do, and "share" for a share of 0/1
--- trials, as many as `trials` for each value, if that is known.
+-- metric between 0 and 1, whose limits then lie there, too, and "share" for a share of
+-- 0/1 trials; `trials` is their number for each value, if it is known.
 local function summarise_metric(values, kind, trials)
   local is_number = true
   for _, value in ipairs(values) do is_number = is_number and type(value) == "number" end
@@ -87,8 +87,8 @@ end
 -- config and metrics can read these rows too. A row is stale if one of its repeats is.
 ---@param rows {config: table, metrics: table}[]
 ---@param proportions? table<integer|string, string>  the metrics that lie between 0 and
----  1, as a list; accuracy = "questions" is a share of right answers, to as many
----  questions as the rows' `trials` say
+---  1, as a list; accuracy = "questions" is a share of right answers; the rows' `trials`
+---  say to how many questions
 ---@return {config: table, metrics: table, low: table, high: table, repeats: integer}[]
 function M.summarise(rows, proportions)
   local groups, group_of, kinds = {}, {}, {}

@@ -2,8 +2,8 @@
 --
 -- Every seed starts afresh: setup and teardown run once per seed, and what a script keeps
 -- for the next configuration, in `settings` or by experiment.memo, does not outlive the
--- seed. A configuration that fails has the same effect, because what it left half done
--- would spoil the configurations after it.
+-- seed. A configuration that fails ends its session in the same way, because what it left
+-- half done would spoil later configurations.
 --
 -- The field `made_by` of a row names the sources that it was computed from
 -- (kvlab.sources).
@@ -57,7 +57,8 @@ local NUMBERS = options.list_of({ "a number or NaN", function(x)
   return type(x) == "number"
 end }, 1)
 
---- Checks the lists of `each`: what every text gave, by metric. Returns nil without any.
+--- Checks the lists of `each`, the results of every text by metric. Returns nil without
+-- any.
 local function check_each(each)
   if each == nil then return nil end
   if type(each) ~= "table" then
@@ -74,8 +75,8 @@ local function check_each(each)
   return checked
 end
 
---- Of how many 0/1 trials each metric is a share, where `proportions` names what counts
--- them. Returns nil if that is known of none.
+--- The number of 0/1 trials that each metric is a share of, if `proportions` names what
+-- counts them. Returns nil if it is known for no metric.
 local function count_trials(proportions, config, metrics)
   local trials = {}
   for metric, counter in pairs(proportions) do
@@ -115,7 +116,7 @@ Session.__index = Session
 ---@return kvlab.session
 function M.new(spec, plan) return setmetatable({ spec = spec, plan = plan }, Session) end
 
---- Ends the session of another seed and begins that of this one.
+--- Ends the session of the previous seed and begins one for this seed.
 function Session:begin_seed(seed)
   if self.settings and self.settings.seed == seed then return end
   self:close()

@@ -6,27 +6,28 @@
 --   median_interval(values)     of the median, of times for example
 --
 -- A value is one independent sample: a text, or a seed. Student's t takes the spread of
--- the values for the truth. For 0/1 scores it is not: at a rate of 0.1, eight texts have
--- no right answer among them in 43 of 100 samples; t then has no width, and holds the
--- rate in 57 of 100 samples.
+-- the sample for the true spread, which is wrong for 0/1 scores. At a rate of 0.1, eight
+-- texts have no right answer in 43 of 100 samples; t then has no width, so its interval
+-- holds the rate in only 57 of 100 samples.
 --
 -- `share` is Clopper and Pearson's interval, which is exact: it holds the true rate of n
 -- independent 0/1 scores in at least 95 of 100 samples, whatever the rate is (Biometrika
 -- 26, 1934; Wilson's is narrower, but holds a rate of 0.02 in 85 of 100 samples of
 -- eight). Each value may itself be the share of several trials, such as 128 questions a
 -- seed, which are easy or hard together. Then the number of trials is the one that would
--- give the spread of the values: mean (1 - mean) / (variance of the mean), less for what
--- few values say about their spread (Korn and Graubard, Survey Methodology 24, 1998). It
--- is at least one for each value, since no number in 0 ... 1 varies more than a 0/1
--- score, and at most all trials (Parker et al., Vital and Health Statistics 2 (175),
--- 2017). If all values are equal, it is all trials, or one for each value if the number
--- of their trials is unknown.
+-- give the spread of the values, mean (1 - mean) / (variance of the mean), reduced
+-- because few values say little about their spread (Korn and Graubard, Survey Methodology
+-- 24, 1998). It is at least one for each value, since no number in 0 ... 1 varies more
+-- than a 0/1 score, and at most all trials (Parker et al., Vital and Health Statistics 2
+-- (175), 2017). If all values are equal, it is the number of all trials, or one for each
+-- value if that number is unknown.
 --
--- `difference` joins the intervals of what one side has more and of what the other has
--- more, two shares that exclude each other (Newcombe, Statistics in Medicine 17, 1998,
--- method 10, with the intervals of `share`; Zou and Donner, ibid. 27, 2008).
+-- `difference` joins two intervals: of how much more one side has, and of how much more
+-- the other has. The two are shares that exclude each other (Newcombe, Statistics in
+-- Medicine 17, 1998, method 10, with the intervals of `share`; Zou and Donner, ibid. 27,
+-- 2008).
 --
--- What these hold in simulations is in docs/experiments.md.
+-- docs/experiments.md says how often these intervals hold the truth in simulations.
 local ffi = require "ffi"
 local is_finite = require("kvlab.number").is_finite
 local options = require "kvlab.options"
@@ -176,15 +177,15 @@ function M.difference(values, trials)
   local down, down_low, down_high = M.share(downs, trials)
   local mean = up - down
   if not up_low then return mean end
-  -- what goes up does not go down: the two shares are correlated, negatively
+  -- a pair adds to one share only, so the two shares are negatively correlated
   local together = up * down > 0 and math.sqrt(up * down / ((1 - up) * (1 - down))) or 0
   local function reach(a, b) return math.sqrt(a * a + b * b + 2 * together * a * b) end
   return mean, math.max(-1, mean - reach(up - up_low, down_high - down)),
     math.min(1, mean + reach(up_high - up, down - down_low))
 end
 
---- Returns the median of some numbers; of an even count, the lower of the two in the
--- middle. Sorts the list.
+--- Returns the median of some numbers; if their count is even, the lower of the two in
+-- the middle. Sorts the list.
 ---@param list number[]
 ---@return number
 function M.median(list)
@@ -203,7 +204,7 @@ function M.median_interval(list)
   local values, n, C = {}, #list, ffi.C
   for i, value in ipairs(list) do values[i] = value end
   local median = M.median(values)
-  -- how many numbers lie below the true median is binomial, as of n tosses of a coin
+  -- the count of numbers below the true median is binomial, as with n tosses of a coin
   local rank, below = -1, 0
   repeat
     rank = rank + 1

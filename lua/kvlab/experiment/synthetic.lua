@@ -25,7 +25,8 @@ local C, check = library.C, library.check
 
 local M = {}
 
--- What is drawn, for seeds.derive; layers and steps count from there.
+-- Numbers for seeds.derive, one for each thing that is drawn; layers and steps are added
+-- to them.
 local QUERIES, KEYS, LAYERS, TURNS = 1, 2, 1000, 1000000
 local FILL_TOKENS = 65536 -- are filled in at once
 
@@ -192,8 +193,8 @@ function Synthetic:decode(seqs)
   self:layers_of_step()
 end
 
---- Turns the queries by an angle in radians, because the queries of a text drift from
--- step to step: q = cos(a) q + sin(a) noise keeps their size. `step` picks the noise.
+--- Rotates the queries by an angle in radians, because the queries of a text drift from
+-- step to step: q = cos(a) q + sin(a) noise preserves their norm. `step` picks the noise.
 function Synthetic:turn(angle, step)
   tensor.scope(function()
     local noise = tensor.randn(self.device, "f32", self.q:dims(),

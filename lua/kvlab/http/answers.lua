@@ -19,8 +19,8 @@ local function bytes_of(tokenizer, id)
   return tokenizer:token_of(id) and tokenizer:bytes_of(id) or ""
 end
 
---- The text of a token. If its bytes are no complete text, the bytes in the form that the
--- API uses for them.
+--- The text of a token. If its bytes are not a complete character, the form in which the
+-- API writes such bytes.
 local function name_of(tokenizer, id)
   local bytes = bytes_of(tokenizer, id)
   if unicode.repaired(bytes) == bytes then return bytes end
@@ -116,7 +116,7 @@ local function listed(job, first)
   return list
 end
 
---- The log-probabilities of what was not sent yet: a list, which `encode` writes.
+--- The log-probabilities of tokens that were not sent yet: a list, which `encode` writes.
 local function logprobs_of(job)
   local asked, first = job.call.asked, (job.sent or 0) + 1
   if not asked.logprobs then return json.null end
@@ -194,7 +194,8 @@ end
 
 -- ---- their JSON -----------------------------------------------------------------------
 
---- How many log-probabilities an object holds: most of the work that its JSON is.
+--- How many log-probabilities an object holds; writing them is most of the work of its
+-- JSON.
 ---@param object table  of `whole`, `chunk` or `usage_chunk`
 ---@return integer
 function M.size(object)

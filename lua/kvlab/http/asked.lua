@@ -122,8 +122,8 @@ local function ids_of(name, x, vocab)
   return x
 end
 
---- Raises that a prompt is too long, without saying how long it is: that would take as
--- long as to read it.
+--- Raises the error that a prompt is too long. It does not say how long, because counting
+-- would take as long as reading the whole prompt.
 local function refuse_length(self, name)
   local most, why = generate.room(self.engine, 0)
   problem.wrong(name, ("the prompt has more than %d tokens, but %s"):format(most - 1,

@@ -1,7 +1,6 @@
 --- Calls: requests for text that are being answered. A call has a job for each of its
--- answers. Jobs wait in a queue until the model's cache has room for all that they may
--- come to hold, so that none of them is ever put back; then a kv.serve computes them
--- together.
+-- answers. A job waits in a queue until the model's cache has room for the most that it
+-- may hold, so that no job is ever preempted; then a kv.serve computes the jobs together.
 local C = require("kvlab.library").C
 local answers = require "kvlab.http.answers"
 local asked_of = require "kvlab.http.asked"
@@ -58,8 +57,8 @@ local function write_waiting(self, call)
   fail(self, call, why)
 end
 
---- Calls fn, which writes a part of an answer: at once, or in a task of the call where
--- the part is large or others wait.
+--- Calls fn, which writes a part of an answer: at once, or in a task of the call if the
+-- part is large or other parts are waiting.
 local function write(self, call, size, fn)
   if not call.waiting and size <= SMALL then return fn() end
   if call.waiting then
@@ -103,8 +102,8 @@ local function send(self, call, object)
   return not call.is_stuck
 end
 
---- The part of a chunk for clients that asked to watch: which blocks the step read, in
--- percent.
+--- The part of a chunk for clients that asked to watch: for each block, the percentage of
+-- KV heads that read it in this step.
 local function reads_of(job)
   local reads = job.own.running and job.own.running.reads
   if not job.call.asked.watch or not reads then return nil end
@@ -242,7 +241,7 @@ local function remove(list, test)
   for i = #list, kept + 1, -1 do list[i] = nil end
 end
 
---- A call is over: its jobs end, its policy is given back.
+--- Ends a call: its jobs end, and its policy is given back.
 local function drop(self, call, status)
   if call.is_over then return end
   call.is_over = true

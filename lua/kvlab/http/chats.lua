@@ -73,8 +73,8 @@ local function content_of(where, x)
   return text.join(parts)
 end
 
---- A call whose arguments are JSON text, as clients send them, with what that is, as
--- templates read them.
+--- A tool call. Clients send its arguments as JSON text; templates read them as a table,
+-- so this decodes them.
 local function call_of(where, call)
   local fn, out, inner = value.get(call, "function"), value.dict(), value.dict()
   if not value.is_dict(fn) then
@@ -135,8 +135,8 @@ local function check(messages)
   return has_calls
 end
 
---- What is as it is in the JSON text of the request, with the order of its keys; without
--- a structure, what has been read of it.
+--- The JSON text of a part of the request, which keeps the order of keys; if the part has
+-- no structure, the value that was read.
 local function ordered(o, body, has_calls)
   if not (has_calls or o.tools or o.documents or o.chat_template_kwargs) then
     return function(name) return value.of(o[name], name) end

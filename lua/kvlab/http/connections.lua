@@ -38,7 +38,7 @@ local KNOWN = {
   taking_s = options.required(options.positive),
 }
 
---- Why a request is turned away before it is seen here. ORDER kvl_http_early
+--- Why a request is refused before Lua sees it. ORDER kvl_http_early
 local EARLY = { "too_many", "too_large", "too_slow", "malformed", "header_twice",
                 "length_unclear", "no_host", "wrong_expectation" }
 for _, name in ipairs(EARLY) do KNOWN[name] = options.required(options.string) end
@@ -47,7 +47,7 @@ M.EARLY = EARLY
 --- Listens.
 ---@param o table  address, port (0: any that is free), connections at once, bytes_body:
 --                 of a request; arrival_s: in which a request has to arrive; taking_s:
---                 for which a client may take nothing of its answer; too_many (503),
+--                 how long a client may read nothing of its answer; too_many (503),
 --                 too_large (413), too_slow (408), malformed, header_twice,
 --                 length_unclear, no_host (400) and wrong_expectation (417): the JSON of
 --                 the answers that are given before a request is there

@@ -1,6 +1,6 @@
 --- The policies that requests name. Each policy with its options has an attention over
--- the engine's cache, which stays for later requests; those that were not used for
--- longest go when there are too many.
+-- the engine's cache, which stays for later requests; if there are too many, the least
+-- recently used are closed.
 local AMOUNTS = require("kvlab.policy.budget").AMOUNTS
 local draft_steps = require "kvlab.policy.draft_steps"
 local fields = require "kvlab.http.fields"
@@ -61,7 +61,7 @@ local function make_room(self)
   collect() -- its summaries may be large, and the collector does not see them
 end
 
---- What a function makes of a policy. Raises the API's error where it cannot be made.
+--- What a function makes of a policy. Raises the API's error if the function fails.
 ---@param field string        where it is named
 ---@param options table|nil   its options
 local function made(field, options, make, ...)
@@ -86,10 +86,10 @@ local function open(self, name, options, draft, of_draft)
   end)
 end
 
---- The options of a request, checked as far as the policy itself does not. A request may
--- set numbers, true or false, a budget's list of numbers by layer, the name of a split,
--- and texts of which `takes` says what they may be. Other options are for scripts:
--- tables may hold tensors, and a text may be the path of a file.
+--- The options of a request, with the checks that the policy itself does not make. A
+-- request may set numbers, true or false, a budget's list of numbers by layer, the name
+-- of a split, and texts of which `takes` says what they may be. Other options are for
+-- scripts: tables may hold tensors, and a text may be the path of a file.
 ---@param of string  the field that holds them
 local function settable(of, name, given)
   local policy, out = policies(name), {}
@@ -167,7 +167,7 @@ function Policies:take(name, options, draft)
   return entry
 end
 
---- A request needs its policy no more.
+--- Called when a request no longer needs its policy.
 function Policies.give(_, entry) entry.users = entry.users - 1 end -- luacheck: ignore 212
 
 return M

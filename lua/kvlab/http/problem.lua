@@ -57,7 +57,8 @@ local function cut(text, most)
   return valid
 end
 
--- Letters of what a client sent, and of a whole message, which may quote more of it.
+-- The most letters of a quotation from a client, and of a whole message, which may have
+-- several quotations.
 local LETTERS_QUOTED, LETTERS_MESSAGE = 80, 2000
 
 --- What a client sent, in quotes, as an error or a line of the log shows it: cut, on one

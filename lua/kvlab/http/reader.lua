@@ -1,6 +1,6 @@
 --- Reads the JSON of a request. kvlab.json reads a text in one go, which takes most of a
--- second for 4 MB of small values; this reads it in slices. And it refuses what others
--- drop without a word: a field that is given twice.
+-- second for 4 MB of small values; this reads it in slices. It also refuses a field that
+-- is given twice, which other readers accept silently.
 local json = require "kvlab.json"
 local rest = require("kvlab.slices").rest
 local scan = require "kvlab.text.scan"

@@ -1,5 +1,5 @@
 --- A server that clients of OpenAI's API can use: `./kvlab serve MODEL`. docs/server.md
--- says what of the API it supports.
+-- says which parts of the API it supports.
 --
 --   local server = kv.http_server { model = kv.model "smollm2" }
 --   server:run()                 until Ctrl-C; or server:turn(us), again and again
@@ -43,7 +43,7 @@ M.LIMITS = {
   chat_tokens = 1024,      -- the same for chats, or what there is room for
   request_s = 600,         -- in which an answer has to be complete
   arrival_s = 30,          -- in which a request has to arrive
-  taking_s = 60,           -- for which a client may take nothing of its answer
+  taking_s = 60,           -- how long a client may read nothing of its answer
   unsent = 4 * 2 ^ 20,     -- bytes of an answer that may wait for a client
   policies = 8,            -- of requests, that are kept at once
 }
@@ -308,7 +308,8 @@ for path in pairs(routes) do KNOWN_PATHS[path] = true end
 
 -- ---- who may ask ----------------------------------------------------------------------
 
---- Compares in a time that does not tell how much is right.
+--- Compares two texts in constant time, so that the time does not show how many letters
+-- are right.
 local function is_same(a, b)
   local differ = #a == #b and 0 or 1
   for i = 1, #a do
@@ -319,9 +320,9 @@ end
 
 local LOCAL_NAMES = { ["localhost"] = true, ["127.0.0.1"] = true, ["[::1]"] = true }
 
---- Raises unless the client may use this. A page of another site that a browser shows
--- could otherwise use a server on the same machine: by its address, or by a name of the
--- site's own that leads here.
+--- Raises unless the client may use this. Otherwise a page of another site, shown in a
+-- browser on the same machine, could use the server: by its address, or by a host name of
+-- that site that resolves to this machine.
 local function check_client(self, exchange, route)
   local host = exchange.host:lower()
   local name = host:gsub(":%d+$", "")

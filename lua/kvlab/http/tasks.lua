@@ -1,10 +1,10 @@
 --- Requests that are being read: parsed, checked and tokenized, and answers that are
--- being written. All of it is done in slices between the steps of the model, so that a
--- large one holds up nobody.
+-- being written. All of this is done in slices between the steps of the model, so that a
+-- large request does not delay the others.
 --
 -- Requests of about the same size wait for each other; those of different sizes take
--- turns. So a small request never waits for a large one, and of the large ones, which
--- need memory while they are read, only a few have begun.
+-- turns. So a small request never waits for a large one. Large requests need memory while
+-- they are read, so only a few of them are begun at the same time.
 local C = require("kvlab.library").C
 local problem = require "kvlab.http.problem"
 local slices = require "kvlab.slices"
@@ -53,8 +53,8 @@ local function reason_to_end(self, task)
   end
 end
 
---- Runs the first task of a list, and ends it if there is a reason. Any other error is
--- one of the program, or an interrupt.
+--- Runs the first task of a list, and ends it if there is a reason. Any other error is a
+-- bug, or an interrupt.
 local function run_first(self, list, why)
   local task = list[1]
   task.has_begun, task.reason = true, task.reason or why

@@ -1,6 +1,6 @@
 --- Compressed KV: every complete block becomes one key and one value, to which queries
--- attend as to a token. It is a KV cache of block_size 1; its block b stands for block b
--- of the KV cache next to it, so both use the same block tables.
+-- attend as to a token. Compressed KV is a KV cache of block_size 1. Its block b stands
+-- for block b of the KV cache that it belongs to, so both use the same block tables.
 --
 -- Source  the compressed branch of NSA (Yuan et al. 2025, arXiv:2502.11089). The paper
 --         makes the keys and values with a small trained network, after adding each

@@ -1,7 +1,7 @@
 --- index-K: the keys with which a lightning indexer scores tokens. There is one small key
 -- for each token and layer, shared by all heads of the indexer, in f8e4m3 with its own
--- scale. A key of dim 128 takes 132 bytes; K and V of 8 bf16 heads of 128 take 4096. The
--- block tables and places of the KV cache next to it serve this cache too.
+-- scale. A key of dim 128 takes 132 bytes; K and V of 8 bf16 heads of 128 take 4096. It
+-- uses the block tables and places of the KV cache that it belongs to.
 --
 --   local index = kv.index_cache { layers = 2, blocks = 1024 }
 --   index:append(layer, k, batch.places)                  k [tokens, dim]
@@ -9,9 +9,9 @@
 --   index:logits(layer, q8, w, batch.tables, lens, logits)
 --
 -- Source  DeepSeek-V3.2 (DSA); SGLang's pool: blocks of 64, keys first, then scales. The
---         scales are f32, as amax / 448 rounds. With scale = "ue8m0" those of keys and of
---         queries are rounded up to powers of two, as DeepSeek-V3.1 and later quantise
---         them; they take the same 4 bytes
+--         a scale is amax / 448, rounded to f32. With scale = "ue8m0", the scales of keys
+--         and queries are rounded up to powers of two, as DeepSeek-V3.1 and later
+--         quantise them; they take the same 4 bytes
 local arguments = require "kvlab.arguments"
 local device = require "kvlab.tensor.device"
 local kinds = require "kvlab.tensor.kinds"

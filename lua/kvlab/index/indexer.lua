@@ -13,8 +13,8 @@
 -- missing.
 --
 -- indexer_plan.lua says how much memory is allowed. It is never more than
--- logits_bytes_max, which covers everything that a selection allocates. Tables are read
--- in place. The memory is kept for the next call, until free().
+-- logits_bytes_max, which covers everything that a selection allocates. Tables are not
+-- copied. The memory is kept for the next call, until free().
 --
 -- Source  SGLang's NSA indexer, where a chunk gathers a page table as large as its logits
 local arguments = require "kvlab.arguments"
@@ -166,8 +166,8 @@ end
 
 local BY_ROW = { "q", "weights", "lens", "starts", "row_sequence", "offsets" }
 
---- The parts of a call's tensors that belong to `count` of its rows, from `first` on.
--- each: the rows of a sequence, if the rows follow the order of the tables.
+--- The parts of a call's tensors for `count` rows from row `first` on. each: how many
+-- rows a sequence has, if the rows follow the order of the tables.
 local function part_of(self, call, out, rows, each, first, count)
   local part, is_all = self.part, count == rows
   for i = 1, #BY_ROW do

@@ -5,11 +5,12 @@
 -- that take more than 0.3 of all memory but at most half of the free memory.)
 local M = {}
 
-local LOGITS_ALWAYS = 8000000     -- up to here the free memory is not looked at
+local LOGITS_ALWAYS = 8000000     -- below this size the free memory does not matter
 local TILE = 131072               -- columns that a tile has at least, if they fit
 local ROWS = 32                   -- if fewer whole rows than this fit, use tiles
 local UNIT = 256                  -- columns of a tile are a multiple, in whole blocks
-local BYTES_ROUNDED = 32 * 2 ^ 20 -- up to here the allocator adds up to a quarter
+local BYTES_ROUNDED = 32 * 2 ^ 20 -- for sizes up to this the allocator adds up to a
+                                  -- quarter
 
 --- The largest tensor, in bytes, for which the allocator takes no more than `bytes`.
 local function usable(bytes)

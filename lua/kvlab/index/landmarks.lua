@@ -1,8 +1,8 @@
 --- Landmarks: the small keys by which a policy finds tokens, and the queries that go with
--- them. Both are made from the inputs of attention. The keys lie in an index-K cache that
--- follows the blocks of the KV cache.
+-- them. Both are made from the inputs of attention. The keys lie in an index-K cache,
+-- which has the same blocks as the KV cache.
 --
---   model    those that the model itself makes of its hidden state, because it was
+--   model    keys that the model itself makes of its hidden state, because it was
 --            trained with an indexer (DeepSeek-V3.2). They are rotated by Hadamard's
 --            matrix and quantised with scales that are powers of two, as in its training
 --
@@ -11,15 +11,16 @@
 --   key      k of the KV heads, one next to the other if they fit into 128 dims, else
 --            means of neighbouring heads. A query head reads the part of its own KV head:
 --            logits are the sum over heads of relu(q . k), or over means of neighbouring
---            heads where there are more than 64
+--            heads if there are more than 64
 --   random   the same keys through one random projection into `dim` dims, which keeps
 --            q . k on average
 --   given    linear maps of all of k and of all of q, and of q to the heads' weights
 --
 -- With pool = n, only the means of the keys of n neighbouring tokens are scored. Each
--- selected group stands for its tokens. The mean of a group that is not full is that of
--- the tokens that are there. Where tokens are selected, each query reads the group that
--- its own token lies in, so the mean of no group that a query chooses knows later tokens.
+-- selected group stands for its tokens. The mean of a group that is not full is the mean
+-- of the tokens that are there. Where tokens are selected, each query always reads the
+-- group of its own token, so the groups that are chosen by their means contain no later
+-- tokens.
 --
 -- Source  the lightning indexer of DeepSeek-V3.2; Johnson and Lindenstrauss 1984 (random)
 local arguments = require "kvlab.arguments"
@@ -230,8 +231,8 @@ end
 --- Which memory of the cache is a layer's.
 local function memory_of(self, layer) return layer % self.cache.layers end
 
---- The places of the first `entries` [n, 1] of the `each` entries of some blocks, and -1
--- for the others: i64 [n * each].
+--- Some blocks have `each` entries, of which the first `entries` [n, 1] are used. Returns
+-- the places of these, and -1 for the others: i64 [n * each].
 local function places_of(blocks, entries, each)
   local n, entry = blocks:size(0), tensor.arange(blocks.device, "i32", each)
   local places = (blocks * each):reshape { n, 1 } + entry
@@ -267,7 +268,7 @@ local function update(self, ev)
     places_of(ev.blocks, ev.num_tokens:reshape { n, 1 }, size))
 end
 
---- Means of the keys of tokens, as they were quantised.
+--- Means of the quantised keys of tokens.
 local function update_means(self, ev)
   local n, size = ev.blocks:size(0), self.shape.block_size
   local k, scales = self.of_tokens:gather(memory_of(self, ev.layer),
@@ -287,8 +288,8 @@ local function update_given(self, ev)
   if self.of_tokens then tensor.scope(update_means, self, ev) end
 end
 
---- Makes the keys of the blocks of an offload event, for all of their valid tokens: after
--- a fork, a copied block is new to the index.
+--- Makes the keys of the blocks of an offload event, for all of their valid tokens,
+-- because after a fork, a copied block is new to the index.
 function Landmarks:update(ev)
   if self.is_model then return update_given(self, ev) end
   tensor.scope(update, self, ev)
@@ -351,8 +352,8 @@ local function score_decode(self, ctx)
     :reshape { ctx.seqs, ctx.width, self.group }, 2)
 end
 
---- The best logit of each block: for a decoded token, or for any token of a prompt's
--- chunk. A chunk takes 4 bytes for each pair of a query and a token before it.
+--- The best logit of each block: for a decoded token, or the best for any token of a
+-- prompt's chunk. A chunk takes 4 bytes for each pair of a query and a token before it.
 ---@return kvlab.Tensor scores  f32 [seqs, kv_heads or 1, ctx.width], the caller's
 function Landmarks:score(ctx)
   local s = self.shape
@@ -425,7 +426,7 @@ local function select_rows(self, ctx, want, rows)
   return pool == 1 and selected or tokens_of(self, selected, rows.lens, rows.out)
 end
 
---- How many tokens to select of a sequence of this length: whole groups.
+--- How many tokens to select in a sequence of this length: whole groups.
 local function amount(self, want, length)
   return self.pool * math.max(1, math.floor(want.k(length) / self.pool))
 end

@@ -1,7 +1,6 @@
 --- Splits long prefixes into chunks: says which tokens of every sequence a chunk holds
--- and where they lie. Prefill can then read a prefix of any length with the memory of one
--- chunk: attention over the chunks, merged by their log-sum-exp, is attention over the
--- prefix.
+-- and where they lie. Prefill can then attend to a prefix of any length with the memory
+-- of one chunk: it attends to each chunk, and merges the results by their log-sum-exp.
 --
 --   local chunks = kv.prefix_chunks { tables = tables, lens = { 300000, 120 },
 --     block_size = 64 }

@@ -50,7 +50,7 @@ Batch.__index = Batch
 
 local ALIGN = 16 -- i32 entries: every view starts at 64 bytes
 local TREE_WORDS = 2 -- at most: a draft tree has up to 128 tokens
-local UPLOADS = 4 -- host buffers: so many steps may be on their way to the device
+local UPLOADS = 4 -- the most host buffers on their way to the device
 
 -- ---- the layout -----------------------------------------------------------------------
 
@@ -66,13 +66,13 @@ local SECOND = {
   { "owners", "tokens" }, { "tree", "tokens", "words", wide = "u64" },
   { "blocks", "touched" }, { "block_tokens", "touched" },
 }
--- Now and then there are some: they come last, because a graph that reads the others must
--- find them where they were.
+-- Only some steps have these arrays. They come last, because a graph must find the other
+-- arrays where they were.
 local LAST = { { "copy_from", "copies" }, { "copy_to", "copies" } }
 
---- The arrays of a batch: its own, and between them those of the memory tier, whose views
--- go to batch.placement, and of tables by layer or head in place of some of its own those
--- of batch.cuts. `like`: a view of another array's memory.
+--- The arrays of a batch. Between its own arrays are those of the memory tier, whose
+-- views go to batch.placement. With tables by layer or head, the arrays of batch.cuts
+-- replace some of its own. `like`: a view of another array's memory.
 local function arrays_of(tier, has_cuts)
   local list = {}
   local function add(arrays, owner)
@@ -318,7 +318,7 @@ local function make_views(self)
   local s = self.sizes
   self.width, self.touched = s.width, s.touched
   if self.cuts then self.cuts:split() end
-  self.tokens_count = s.tokens -- the last, as it says that all of it is there
+  self.tokens_count = s.tokens -- set last, because it says that everything is there
 end
 
 --- The number of blocks of a sequence that its newest `count` tokens lie in.
@@ -393,8 +393,8 @@ local function fill_host(self, counts, tokens, copies, parents)
   end
 end
 
---- Takes the sizes of the step from its sequences, which are already lengthened. A step
--- with the sizes of the one before has its layout and its views.
+--- Takes the sizes of the step from its sequences, which are already lengthened. If the
+-- previous step had the same sizes, its layout and views are used again.
 local function measure(self, seqs, counts, total, copies, words, is_padded)
   local widest, touched, max_len, open_max, turns, open_limit = 1, 0, 0, 1, 0, 1
   local size = self.cache.block_size
@@ -429,7 +429,8 @@ local function measure(self, seqs, counts, total, copies, words, is_padded)
   assert(self.entries <= self.room)
 end
 
---- Lengthens the sequences and notes it in the journal. Nothing comes between the two.
+--- Lengthens the sequences and records this in the journal. No interrupt can come between
+-- the two.
 local function lengthen(self, seqs, counts, replaces)
   C.kvl_interrupt_hold(1)
   local copies = C.kvl_sequences_append(self.handles, self.host_counts, #seqs,

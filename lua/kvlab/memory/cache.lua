@@ -77,8 +77,8 @@ end
 --                 holds k / k_scale;
 --                 tables ("one"): a sequence has one block table for all KV, or one for
 --                 each "layer", or for each layer and KV "head". Then pages of one pool
---                 serve all layers and heads, and what one of them gives back, any other
---                 can take;
+--                 serve all layers and heads, and any layer or head can take what another
+--                 gives back;
 --                 offload: KV lies in host memory, with these options (host_tier.lua)
 ---@return kvlab.Cache
 function M.cache(o)
@@ -123,8 +123,8 @@ function Cache:layer(layer)
       self.layers - 1))
 end
 
---- The number of blocks that no sequence holds; of tables by layer or head, how many
--- sequences could have in all layers and heads.
+--- The number of blocks that no sequence holds; with tables by layer or head, the number
+-- of whole blocks (a page in every layer and head) that the free pages make.
 function Cache:blocks_free()
   return math.floor(self:pages_free() * self.blocks / self.pages)
 end
@@ -150,11 +150,11 @@ local function bytes_page(self)
 end
 
 --- What KV memory holds and what it moved, in bytes of K and V:
---   bytes_held       of the pages that sequences or others hold now
+--   bytes_held       of the pages that are held now, by sequences or otherwise
 --   bytes_peak       the most that were held at once, since the cache was made or
---                    reset_peak; what a step held that then failed counts, too
+--                    reset_peak; pages of a step that then failed count, too
 --   bytes_evicted    of the pages that evictions gave back, less those that they took for
---                    the tokens that stay. An eviction that is taken back does not count
+--                    the tokens that stay. An eviction that is undone does not count
 --   bytes_moved      the sum of the next three, since the cache was made
 --   bytes_to_device  over the link to the device: by the ring, the hot cache, prefetches,
 --                    and ctx:attention_weights
@@ -188,7 +188,7 @@ function Cache:stats(since)
   return out
 end
 
---- Begins bytes_peak again, with what is held now.
+--- Starts bytes_peak again from what is held now.
 function Cache:reset_peak() check(C.kvl_pool_reset_peak(self.pool)) end
 
 --- Makes an empty sequence.
@@ -207,11 +207,11 @@ function Cache:batch(limits)
   return new
 end
 
---- Runs fn(...) and returns what it returns. If it raises, every step that began in it is
--- taken back before the error goes on: the sequences have the lengths and blocks that
--- they had before, and policies keep for them what they kept before. So the same call may
--- be tried again. An engine runs each of its calls in a transaction; use this one to make
--- several calls happen together or not at all.
+--- Runs fn(...) and returns what it returns. If fn raises, every step that began in it is
+-- undone before the error is passed on: the sequences have the lengths and blocks that
+-- they had before, and so has what policies store for them. So the same call may be tried
+-- again. An engine runs each of its calls in a transaction; use this one to make several
+-- calls happen together or not at all.
 ---@param fn fun(...): ...
 function Cache:transaction(fn, ...)
   options.argument("transaction", "fn", fn, options.fn)
@@ -242,7 +242,7 @@ end
 function Cache:bytes_token() return self.format:bytes_token() end
 
 --- Makes the bookkeeping of a cache without its memory: sequence, blocks_free, blocks and
--- block_size exist. It serves models of a server.
+-- block_size exist. Simulations of a server use it.
 ---@param blocks integer
 ---@param block_size integer
 function M.pool(blocks, block_size)

@@ -6,7 +6,7 @@
 -- kernel and no policy has code for such tables. The rows of q, k and v are those of a
 -- step with seqs * heads sequences, in which the new tokens of one head are neighbours;
 -- `enter` brings q, k and v into this order, and `leave` brings the result back. In a
--- step of one token a sequence, it is the order that they have.
+-- step of one token for each sequence, they already have this order.
 --
 -- Tables lie on the device for as long as the batch exists, and a step sends what has
 -- changed (kvl_tables). Tables, lengths and touched blocks are those of one layer:
@@ -49,7 +49,8 @@ M.REPLACED = { places = true, tables = true, blocks = true, block_tokens = true 
 local BY_LAYER = { "lens", "places", "blocks", "block_tokens" }
 local OF_STEP = { "starts", "last", "positions", "owners", "behind", "order" }
 local CHANGES = 2 ^ 14 -- of tables, that are sent at a time
-local UPLOADS = 4      -- buffers of changes: so many may be on their way to the device
+local UPLOADS = 4      -- buffers of changes: how many may be on their way to the device
+                       -- at once
 
 -- ---- making one -----------------------------------------------------------------------
 
@@ -89,7 +90,8 @@ end
 
 -- ---- filling it -----------------------------------------------------------------------
 
---- Writes the arrays of a step, whose places are there, to the batch's host buffer.
+--- Writes the arrays of a step to the batch's host buffer; the places of the tokens must
+-- be known.
 ---@param counts integer[]  new tokens of each sequence
 function Cuts:fill(counts)
   local batch, heads = self.batch, self.heads
@@ -192,7 +194,8 @@ function Cuts:enter(t)
   return self.is_permuted and t:gather_rows(self.order) or t
 end
 
---- Where attention writes its result, given where it is wanted (nil: a new tensor).
+--- The tensor that attention writes its result to, if the result is wanted in `out` (nil:
+-- a new tensor).
 ---@param q kvlab.Tensor  that enter returned
 function Cuts:room(q, out)
   if not out or self.heads == 1 then return out end

@@ -1,4 +1,4 @@
---- Opens what a hot cache evicts by: `evict` of kv.cache's offload names a file in a
+--- Opens the eviction of a hot cache: `evict` of kv.cache's offload names a file in a
 -- folder called evictions (kvlab.named), or is what kv.eviction makes. lua/kvlab/policy/
 -- eviction.lua has the contract of these files.
 local named = require "kvlab.named"

@@ -1,6 +1,7 @@
 --- A format is what a page holds: the numbers of a key and of a value, and the codec that
--- stores them. It is data: kernels find the rows of a page by it (kernels/page.h), and
--- whatever moves a page sees bytes. All other code asks cache.format about KV memory.
+-- stores them. It is data: kernels use it to find the rows of a page (kernels/page.h),
+-- and code that moves pages sees only bytes. All other code asks cache.format about KV
+-- memory.
 --
 -- f32 f16 bf16  K and V as they are
 -- f8e4m3        k / k_scale[kv_head] and v / v_scale[kv_head] in 8 bits; whoever
@@ -84,7 +85,7 @@ end
 --- Bytes of a page: a block in one layer.
 function Format:bytes_page() return tonumber(C.kvl_format_bytes_page(self.layers[0])) end
 
---- What multiplies stored keys and values of a layer: f32 [kv_heads] each, or nil for 1.
+--- The factors for stored keys and values of a layer: f32 [kv_heads] each, or nil for 1.
 function Format:scales(layer) return unpack(scales_of[self:of(layer)], 1, 2) end
 
 --- Appends k, v [tokens, kv_heads, head_dim] to the pages in `memory`; v is nil if values
@@ -95,7 +96,7 @@ function Format:append(layer, k, v, places, memory)
 end
 
 --- The same with rotation: q is rotated in place, and k on its way into the pages. Where
--- values are the first numbers of their keys, the numbers behind the values turn.
+-- values are the first numbers of their keys, the numbers behind the values are rotated.
 function Format:rope_append(layer, q, k, v, positions, inv_freq, places, memory)
   check(C.kvl_rope_append(q, k, v, positions, inv_freq, places, memory,
     self:of(layer)))

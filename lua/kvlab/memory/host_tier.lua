@@ -29,8 +29,9 @@ local C, check, argument = library.C, library.check, options.argument
 local BLOCKS = objects.blocks
 local M = {}
 
--- Of a slot, unless slot_blocks says otherwise: so long on the way (600 us at 55 GB/s)
--- that what a copy, a launch and a join cost by themselves does not count.
+-- Bytes of a slot, unless slot_blocks says otherwise. A transfer of this size takes so
+-- long (600 us at 55 GB/s) that the fixed costs of a copy, a launch and a join do not
+-- matter.
 local BYTES_SLOT = 32 * 1024 * 1024
 
 ---@class kvlab.HostTier
@@ -159,8 +160,8 @@ end
 
 -- ---- the buffer -----------------------------------------------------------------------
 
---- An index of the buffer for a sequence whose open block is not in it. No other sequence
--- of this step has this index.
+--- A free index of the buffer for a sequence whose open block is not in it. No other
+-- sequence of this step has this index.
 local function free_index(self)
   local taken = {}
   for _, tail in pairs(self.tails) do
@@ -181,9 +182,9 @@ end
 -- `block` of the sequence, which is at `index`; `blocks` of them, one after the other.
 -- length: of the sequence at the end of that step; nil if the step never ended.
 
---- Looks for the block that a step of one token writes to among those that an earlier
--- step left in the buffer. The sequence may have been cut since. tail.lacks: what the
--- block holds before the token is not there.
+--- Looks for the block that a step of one token writes to among the blocks that an
+-- earlier step left in the buffer. The sequence may have been cut since then. tail.lacks:
+-- the buffer does not have the block's earlier contents.
 local function find_open(self, tail, length)
   local size = self.cache.block_size
   local block = math.floor((length - 1) / size)
@@ -218,10 +219,10 @@ end
 --- Notes that a kernel reads so many bytes of host memory through the link.
 function HostTier:count_read(bytes) self.bytes_read = self.bytes_read + bytes end
 
---- Ends the step before, and decides whether what its sequences left in the buffer
--- counts. That step may be over, have stopped with an error, or never have begun. A step
--- that was replayed from a graph ran without this file; an engine says so (replayed), and
--- a script with a graph of its own need not.
+--- Ends the previous step, and decides whether the blocks that its sequences left in the
+-- buffer are valid. That step may be over, have stopped with an error, or never have
+-- begun. A step that was replayed from a graph ran without this file; an engine reports
+-- this (replayed), but a script with its own graph need not.
 local function settle(self)
   local is_over = self.is_begun and not self.is_undone and (self.layers_left == 0
     or self.is_recorded and self.layers_left == self.layers)
@@ -249,9 +250,9 @@ function HostTier:replayed()
   self:count_appended(self.step_tokens * self.layers)
 end
 
---- The step that began last was taken back. The next step does what follows from that:
--- what it left in the buffer does not count, and the hot cache, in which slots may have
--- been given to blocks that never came, begins again without blocks.
+--- The step that began last was undone. The next step then ignores what that step left in
+-- the buffer, and the hot cache begins again without blocks, because some slots may have
+-- been given to blocks that never arrived.
 function HostTier:undone() self.is_undone = true end
 
 --- Raises for a batch of another cache, which is laid out in another way.
@@ -262,7 +263,7 @@ local function expect_own(self, what, batch)
 end
 
 --- Places the open blocks of a batch in the buffer and fills the arrays of its placement.
--- A step of one token per sequence finds the block where the step before left it.
+-- A step of one token per sequence finds the block where the previous step left it.
 function HostTier:place(batch)
   expect_own(self, "place", batch)
   local o, p, size = batch.layout, batch.host_ints, self.cache.block_size
@@ -396,8 +397,8 @@ function HostTier:written(first, layers, blocks)
   list:free()
 end
 
---- Prepares for copies of whole blocks inside the host tier (when a fork grows): they
--- come after the transfers to it that are under way.
+--- Prepares for copies of whole blocks inside the host tier (when a fork grows): the
+-- copies come after the transfers to host memory that are under way.
 function HostTier:before_copy(layer, to)
   check(C.kvl_ring_wait_offload(self.ring, layer))
   if self.hot then self.hot:drop(layer, to) end
@@ -425,7 +426,7 @@ function HostTier:load_to_slot_layer(slot, layer, blocks)
     #blocks))
 end
 
---- Makes all work that is launched from now on wait for the slot's load.
+--- Makes all later work wait for the slot's load.
 function HostTier:wait_slot_layer(slot)
   argument("wait_slot_layer", "slot", slot, options.whole)
   check(C.kvl_ring_wait(self.ring, slot))

@@ -6,11 +6,12 @@
 -- brought ahead, on a stream of their own.
 --
 -- Its slots hold blocks (hot_slots), or single tokens for policies that list tokens
--- (hot_tokens). What is said of blocks then holds for tokens; none are fetched ahead.
+-- (hot_tokens). Everything here then holds for tokens in place of blocks, but no token is
+-- fetched ahead.
 --
--- With hot_overlap, attention over the present blocks runs while the others are fetched,
--- and is merged with attention over those by their log-sum-exp. Without it, one
--- attention follows the fetch, and the result equals the resident one bit for bit.
+-- With hot_overlap, attention over the present blocks runs while the others are fetched.
+-- The two attentions are then merged by their log-sum-exp. Without it, one attention
+-- follows the fetch, and the result equals the resident one bit for bit.
 local arguments = require "kvlab.arguments"
 local closed = require "kvlab.closed"
 local ffi = require "ffi"
@@ -115,7 +116,8 @@ function HotCache:reset_counts()
   self.counters:fill_(0)
   if not self.ahead then return end
   self.ahead.counters:fill_(0)
-  self.ahead.marks:fill_(0) -- a use of what was brought before is no hit of this count
+  self.ahead.marks:fill_(0) -- using a block that was brought before this is no hit of the
+                            -- new count
 end
 
 --- From now on, evicts the block with the lowest priority instead of the least recently
@@ -191,9 +193,9 @@ local function fetch(self, layer, views, fetched_bytes)
     self.cache.format:of(layer), fetched_bytes))
 end
 
---- Calls fn(self, …), whose launches go to another stream than the current one. As
--- device:with_stream, but it makes no table. Ctrl-C comes at a launch or afterwards, so
--- that the stream is restored.
+--- Calls fn(self, …), whose launches go to another stream than the current one. Like
+-- device:with_stream, but it makes no table. Ctrl-C is noticed only at a launch or
+-- afterwards, so the stream is always restored.
 local function on_stream(self, stream, fn, ...)
   local dev = self.cache.device
   local main = dev:stream()
@@ -340,10 +342,10 @@ local function bring(self, layer, tables, views)
 end
 
 --- Starts to bring the blocks that ctx.layer is expected to select in a later step, while
--- later work on the current stream runs. Blocks that it names and that are present stay;
--- others are evicted for the rest. The next step begins when the blocks are there. If
--- there are too few slots for the selection, nothing is brought: the sequences of a
--- prompt's step need not decode together.
+-- later work on the current stream runs. Expected blocks that are present stay; other
+-- blocks are evicted to make room for the missing ones. The next step begins when the
+-- blocks are there. If there are too few slots for the selection, nothing is brought: the
+-- sequences of a prompt's step need not decode together.
 ---@param selection kvlab.Tensor  i32 [seqs, kv_heads or 1, n]
 ---@param ctx kvlab.Context
 ---@param wanted? boolean[]  for which sequences (all)
@@ -365,7 +367,7 @@ function HotCache:bring_ahead(selection, ctx, wanted)
   on_stream(self, a.stream, bring, layer, ctx.tables, views)
   a.there:record(a.stream)
   self.under_way[layer], self.is_ahead = true, true
-  -- a graph ends with all that it began
+  -- a graph ends only when everything that it began has ended
   if layer == self.cache.layers - 1
      and C.kvl_device_is_recording(self.cache.device) == 1 then self:join() end
 end

@@ -1,25 +1,25 @@
 --- The journal of a cache. What a step changes is provisional until the step is over:
 -- the length of the sequences, blocks that stopped being shared, what policies keep for a
--- sequence, and what a memory tier holds on the device. Whoever is about to change such a
--- thing while the journal is open (`is_open`) notes an entry. An entry has these methods:
+-- sequence, and what a memory tier holds on the device. Code that is about to change such
+-- a thing while the journal is open (`is_open`) notes an entry. An entry has these
+-- methods:
 --
 --   undo(self)     takes the change back
---   forget(self)   nobody will ask for the entry again: what it held is given back. It is
---                  the last call, after undo, too
---   take_back(self, first, own, kept)
---                  only of what changes token by token: the step had the rows first ...
---                  first + own - 1 for a sequence (memory/rows.lua), and now only the
---                  first `kept` of them have been
+--   forget(self)   nobody will ask for the entry again: frees what it held. It is
+--                  the last call, after undo, too take_back(self, first, own, kept) only
+--                  of what changes token by token: the step had the rows first ... first
+--                  + own - 1 for a sequence (memory/rows.lua), and now only the first
+--                  `kept` of them have been
 --
 -- A step happens or it does not: `cache:transaction(fn, ...)` runs fn, and if fn raises,
--- the entries are undone in the reverse order. A transaction inside another one is undone
--- by itself when it raises, and is undone with the outer one. An undo is never
+-- the entries are undone in the reverse order. If an inner transaction raises, it alone
+-- is undone; if the outer one raises, the inner one is undone with it. An undo is never
 -- interrupted.
 --
 -- A step of several tokens for a sequence stays provisional after its transaction, until
 -- its attention begins another step, since tokens of a draft may turn out to be wrong:
--- `take_back` takes back the newest tokens of a sequence, and the other ones stay. The
--- steps by which a policy makes a draft stay provisional until the draft is verified.
+-- `take_back` takes back the newest tokens of a sequence, and the others stay. The steps
+-- by which a policy makes a draft stay provisional until the draft is verified.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local protected = require "kvlab.protected"
@@ -77,7 +77,7 @@ end
 
 Journal.settle = function(_, step) settle(step) end
 
---- Begins a step of an attention, whose last one is settled.
+--- Begins a step of an attention, and settles its last step.
 ---@param step table[]  the attention's own list; step.is_known: all that the step changes
 --                      is in it
 ---@param is_rows boolean  whether tokens of the step may be taken back
@@ -93,8 +93,8 @@ function Journal:end_draft()
   if self.draft then self.draft:finish() end
 end
 
---- Whether a graph may be replayed: the journal has let go of the entries of the last
--- replay, which the next one writes to.
+--- Whether a graph may be replayed: the journal no longer holds the entries of the last
+-- replay, which the next replay writes to.
 ---@param entries table[]
 function Journal.may_replay(_, entries)
   for i = 1, #entries do
@@ -115,7 +115,7 @@ function Journal:replayed(entries)
   end
 end
 
---- Takes back the newest tokens of sequences in a step, which is settled then. Sequence i
+--- Takes back the newest tokens of sequences in a step, and settles the step. Sequence i
 -- had own[i] rows, the first of them first[i], and keeps own[i] - taken[i].
 function Journal:take_back(step, first, own, taken)
   for i = #step, 1, -1 do
@@ -128,8 +128,8 @@ function Journal:take_back(step, first, own, taken)
   settle(step)
 end
 
---- Takes back the entries after the first `mark`, the newest first. One that fails does
--- not stop the others. Returns nil, or the first error.
+--- Undoes the entries after the first `mark`, the newest first. If one fails, the others
+-- are still undone. Returns nil, or the first error.
 function Journal:undo(mark)
   local problem
   while self.count > mark do
@@ -168,8 +168,8 @@ local function finish(self, mark, ok, ...)
   error(why, 0)
 end
 
---- Runs fn(...). If it raises, takes back what it noted and raises the same error. Once
--- fn has returned, nothing interrupts the end of the transaction.
+--- Runs fn(...). If fn raises, undoes the entries that it noted and raises the same
+-- error. Once fn has returned, nothing interrupts the end of the transaction.
 function Journal:transaction(fn, ...)
   local mark = self.count
   C.kvl_interrupt_hold(1)
@@ -255,7 +255,7 @@ local function copy_of(value)
   return copy
 end
 
---- Notes what `keeper` keeps for a sequence now.
+--- Notes the present state that `keeper` keeps for a sequence.
 function Journal:keeps(seq, keeper)
   local at = self.states_used + 1
   local entry = self.states[at] or setmetatable({ journal = self }, State)
@@ -280,7 +280,7 @@ end
 local DraftedState = { undo = State.undo }
 DraftedState.__index = DraftedState
 
---- Notes what `keeper` keeps for the sequence of a row of a draft's step.
+--- Notes the state that `keeper` keeps for the sequence of a row, in a draft's step.
 function Journal:keeps_drafted(seq, keeper, row)
   local free = self.drafted_states
   local entry = table.remove(free) or setmetatable({ free = free }, DraftedState)

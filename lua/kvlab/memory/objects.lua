@@ -14,12 +14,12 @@ local function has(x, method)
   return type(x) == "table" and type(x[method]) == "function"
 end
 
---- What policies and tallies keep their state on.
+--- An object that policies and tallies keep state for.
 M.sequence = { "a sequence", function(x)
   return type(x) == "table" and type(x.state) == "table"
 end }
 
---- A sequence of a cache, and nothing that looks like one.
+--- A real sequence of a cache, not a view that looks like one.
 M.own_sequence = { "a sequence", is_sequence }
 
 M.sequences = { "a list of sequences", function(x)

@@ -11,7 +11,7 @@
 --   for layer = 0, layers - 1 do ticket:wait_layer(layer) … end
 --
 -- It is no error if the store lacks a block's key. The first result.leading blocks have
--- arrived, and result.arrived says which of the others have. Source: UCM's GSA
+-- arrived, and result.arrived says which other blocks have. Source: UCM's GSA
 -- (PrefetchEngine). Its submit_prefetch is prefetcher:submit, its wait_for_completion is
 -- ticket:wait, and its get_prefetched_kv is the cache's own blocks.
 local arguments = require "kvlab.arguments"
@@ -96,15 +96,15 @@ function Ticket:poll()
   return new_result(self)
 end
 
---- Waits until a layer has been read, and makes the stream (the current one) wait for its
--- copies. Returns false if some block of the layer will not come.
+--- Waits until a layer has been read, and makes the stream (the current one) wait for the
+-- layer's copies. Returns false if some block of the layer will not come.
 function Ticket:wait_layer(layer, stream)
   options.argument("wait_layer", "layer", layer, options.integer)
   if stream ~= nil then device.stream_argument("wait_layer", stream) end
   return check(C.kvl_ticket_wait_layer(ticket_of(self), layer, stream)) == 1
 end
 
---- Stops the task at its next record. Returns false if it was over.
+--- Stops the task at its next record. Returns false if the task was already over.
 function Ticket:cancel() return check(C.kvl_ticket_cancel(ticket_of(self))) == 1 end
 
 --- Frees the ticket; the task goes on.

@@ -1,8 +1,8 @@
 --- The attention of a draft's step behind a hot cache. It reads only what is on the
--- device: of the selected blocks those that have a slot, and the block that the step
--- writes to, which is in the host tier's buffer. The others are left out. Nothing is
--- fetched, and slots keep their blocks and their order: a draft is a guess, and the step
--- that verifies it reads everything that its own policy selects.
+-- device: the selected blocks that have a slot, and the block that the step writes to,
+-- which is in the host tier's buffer. The other blocks are left out. Nothing is fetched,
+-- and slots keep their blocks and their order: a draft is a guess, and the step that
+-- verifies it reads everything that its own policy selects.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local tensor = require "kvlab.tensor.arithmetic"

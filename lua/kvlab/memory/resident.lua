@@ -1,10 +1,11 @@
 --- The resident tier: KV memory lies on the device, and attention reads it where it is.
 --
--- A memory tier says where the KV memory of a cache lies and how a step reaches it. Its
--- interface, which host_tier.lua fills in, too:
+-- A memory tier says where the KV memory of a cache lies and how a step reaches it. This
+-- is the interface of every tier, also of host_tier.lua:
 --   name                            in words, for people: "device"
---   is_resident                     KV memory can be read in place, at the device's speed
---   ARRAYS                          what it adds to the layout of a batch (batch.lua)
+--   is_resident                     KV memory can be read directly, at the device's speed
+--   ARRAYS                          the arrays that it adds to the layout of a batch
+--                                   (batch.lua)
 --   allocate(dims)                  the cache's memory, [layers, blocks, ...page]
 --   expect_limits(seqs, tokens)     raises when a batch may be too large for it
 --   place(batch)                    a batch was appended to: fill its arrays
@@ -17,8 +18,8 @@
 --   replayed()                      a graph computed the step that began last
 --   readers(attention, through)     who attends in prefill and in decode:
 --                                   reader:attend(attention, selection, ctx, out, lse,
---                                   hook, emitters), by attention:attend_part. With
---                                   emitters, hooks that a prefill may have, it then
+--                                   hook, emitters), by attention:attend_part. A prefill
+--                                   may have emitters, which are hooks: then the reader
 --                                   reads the same K once more, for emitter:add_part
 --   before_copy(layer, to)          whole blocks are about to be copied in KV memory
 --   written(first, layers, blocks)  something else is about to write blocks of KV memory

@@ -18,8 +18,8 @@ local tensor = require "kvlab.tensor.tensor"
 local C, check = library.C, library.check
 local M = {}
 
--- From this size on a block whose number the host knows goes by the copy engine. The same
--- as BYTES_COPY_ENGINE in runtime/memory/ring.c.
+-- Blocks of at least this size are copied by the copy engine if the host knows their
+-- number. The same as BYTES_COPY_ENGINE in runtime/memory/ring.c.
 local BYTES_COPY_ENGINE = 1024 * 1024
 
 ---@class kvlab.Ring
@@ -130,8 +130,8 @@ local function set_rounds(self, plan, reads_again, layers)
   plan.total = plan.passes * plan.rounds * layers
 end
 
---- Returns the plan of this layer, the layer that the plan's loads began with, and the
--- number of this layer's first pass among them. The first loads are then under way.
+--- Returns the plan of this layer, the layer with which the plan's loads began, and the
+-- number of this layer's first load. The first loads are under way when it returns.
 local function prepare(self, selection, ctx, reads_again)
   local o = self.tier
   if selection then
@@ -154,7 +154,7 @@ local function prepare(self, selection, ctx, reads_again)
     (ctx.layer - self.first_layer) * dense.passes * dense.rounds
 end
 
---- Nothing reads the slot of load number i any more: the load that comes next begins.
+--- Nothing reads the slot of load number i any more, so the next load can begin.
 local function end_pass(self, plan, layer, i)
   local o = self.tier
   check(C.kvl_ring_done(o.ring, i % o.slots))

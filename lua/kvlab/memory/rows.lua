@@ -1,6 +1,6 @@
 --- A decode step of several new tokens for a sequence, as policies see it. Speculative
--- decoding verifies a draft with such a step: its tokens are guesses of what the model
--- would say, and those that were wrong are taken back.
+-- decoding verifies a draft with such a step: the tokens of the draft are guesses of what
+-- the model would say, and the wrong ones are taken back.
 --
 -- Every new token is a row of its own. To a policy, a step of rows looks like a decode
 -- step of as many sequences: ctx.seqs counts rows, row r has one query, the length that
@@ -10,10 +10,10 @@
 -- and the row's length. In step_begin, when no summary knows the new tokens yet, it has
 -- the length of its sequence's first row.
 --
--- A step that makes a token of a draft is one of a row for each sequence. In step_begin,
--- the views have the length of the draft's first step: what a policy makes there of
--- blocks that are full does not depend on tokens that may be wrong, and whose blocks may
--- be others once they are verified.
+-- A step that makes a token of a draft has one row for each sequence. In step_begin, the
+-- views have the length of the draft's first step. So what a policy computes there from
+-- full blocks does not depend on tokens that may be wrong, and that may lie in other
+-- blocks once they are verified.
 --
 -- A step of rows is a view of its batch, with these fields in place of the batch's own:
 --   seqs, count, counts, tables, lens, last    as above; every count is 1
@@ -65,7 +65,8 @@ local function buffers_for(self, rows, width)
   return b
 end
 
---- Points at a step of `batch`, in which every sequence has at least one new token.
+--- Makes the rows those of a step of `batch`, in which every sequence has at least one
+-- new token.
 ---@param batch kvlab.Batch
 ---@param before? integer  so many tokens of the same draft came before (0)
 ---@param open_limit? integer  the most blocks that all tokens of the draft can lie in
@@ -157,7 +158,7 @@ end
 --- The length of sequence i at the end of the step.
 function Rows:length(i) return self.seqs[self.first[i] + self.own[i] - 1]:length() end
 
---- Checks how many of the newest tokens of each sequence are taken back.
+--- Checks the number of newest tokens of each sequence that are to be taken back.
 function Rows:check_taken(what, counts)
   for i = 1, self.batch.count do
     local n = counts[i]

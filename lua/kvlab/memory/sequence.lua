@@ -46,10 +46,10 @@ local handle_of = M.handle
 
 --- The number of tokens of the text so far.
 function Sequence:length() return C.kvl_sequence_length(handle_of(self)) end
---- The number of blocks held, of the table that has most.
+--- The number of blocks held by the longest table.
 function Sequence:blocks() return C.kvl_sequence_blocks(handle_of(self)) end
 
---- The number of a table: 0 unless the cache has them by layer, or by layer and head.
+--- The number of a table: 0 unless the cache has tables by layer, or by layer and head.
 local function cut_of(self, layer, head)
   local cache = self.cache
   local function within(name, value, count)
@@ -59,7 +59,7 @@ local function cut_of(self, layer, head)
     options.fail(("%s is %s, expected 0 ... %d: the cache has tables = %q"):format(name,
       options.shown(value), count - 1, cache.tables))
   end
-  -- what the tables are not cut by may be left out
+  -- an argument by which the tables are not cut may be left out
   local cut = (layer ~= nil or cache.cut_layers > 1)
     and within("layer", layer, cache.layers) or 0
   local of_head = (head ~= nil or cache.cut_heads > 1)
@@ -154,9 +154,9 @@ end
 
 --- Makes a sequence of the same tokens that shares every block. A shared block that is
 -- not full is copied when one of the two sequences grows. Where a policy evicts tokens,
--- the fork gets copies of all blocks at once. Objects that keep state for
--- the sequence are asked to copy that state; if one of them raises, there is no fork. It
--- ends a draft that no step has verified.
+-- the fork gets copies of all blocks at once. Objects that keep state for the sequence
+-- are asked to copy that state; if one of them raises, there is no fork. A fork ends a
+-- draft that no step has verified.
 function Sequence:fork()
   self.cache.journal:end_draft()
   local fork = wrap(self.cache, protected.open(C.kvl_sequence_close, out_sequence,

@@ -48,7 +48,8 @@ local KEYS = { "keys, from store:keys", function(x)
   return type(x) == "cdata" and tostring(ffi.typeof(x)):find("kvl_key", 1, true) ~= nil
 end }
 
---- How many keys an array has; nobody knows that of a pointer into one.
+--- How many keys an array has; nil for a pointer into an array, whose length is not
+-- known.
 local function most_keys(keys)
   local is_array = tostring(ffi.typeof(keys)):find("[", 1, true)
   return is_array and math.floor(ffi.sizeof(keys) / 16) or 2 ^ 31 - 1

@@ -6,8 +6,8 @@
 --   local replay = capture:replay { decode = 64, block_size = 16 }
 --   local probe, model_error = replay:run(kv.policy "quest", kv.probe)
 --
--- Every layer gets the queries that it got in the model, whatever the layers before it
--- return now, so errors do not add up over layers.
+-- Every layer gets the queries that it got in the model, whatever earlier layers return
+-- now, so errors do not add up over layers.
 local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local attention_of = require("kvlab.policy.attention").attention

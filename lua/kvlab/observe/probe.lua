@@ -2,8 +2,9 @@
 -- attention over the same cache. It measures the relative error of the output that the
 -- policy hands to the model, the share of the true attention mass that lies in the
 -- selection (exp(lse_selected - lse_dense)), and the blocks and bytes read. It runs dense
--- attention once for each layer and waits for the device. For steps that are timed, set
--- attention.probe to nil and back: what policies read is counted in these, too.
+-- attention once for each layer and waits for the device. Set attention.probe to nil
+-- during steps that are timed, and back afterwards; what policies read is still counted
+-- in these steps.
 local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local kinds = require "kvlab.tensor.kinds"

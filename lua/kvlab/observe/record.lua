@@ -248,7 +248,8 @@ local function make_map(self, row_of, view, words)
 end
 
 --- A map of the blocks that each step chose. It has a panel for every layer and KV head,
--- or for those that the view names; if there are many layers, for some of them.
+-- or for those that the view names; if there are many layers, only some of them have
+-- panels.
 ---@param view? table  layers, heads: lists of numbers from 0; title; step_names,
 --                     block_names: what stands in place of the numbers of steps and
 --                     blocks, such as their text

@@ -1,7 +1,7 @@
 --- Times the stages of decode steps: how long an attention takes to update summaries, to
 -- score, to select and to attend. It replaces the functions of one attention and its
--- decode policy by functions that first record an event of the device, so that nothing
--- waits, and attentions without it run as before.
+-- decode policy by functions that first record an event of the device. So nothing waits,
+-- and other attentions run as before.
 --
 --   local stages = require("kvlab.observe.stages").new(attention)
 --   stages:begin(true)            of several layers or of one
@@ -9,10 +9,10 @@
 --   stages:finish()               waits for the device
 --   stages.us.score               microseconds since stages:reset(); nil: no such stage
 --
--- A stage inside another one, such as the score inside the selection, counts for itself
--- only. What is in no stage is `other`: appending K and V, and a policy's other work. An
--- event costs about a microsecond; stages:begin(false) records only the first and the
--- last one, for the time of the whole.
+-- If a stage runs inside another one, such as the score inside the selection, its time
+-- counts only for the inner stage. Time outside of all stages is `other`: appending K and
+-- V, and a policy's other work. An event costs about a microsecond; stages:begin(false)
+-- records only the first and the last one, for the time of the whole.
 local policies = require "kvlab.policy.policy"
 
 local M = {}

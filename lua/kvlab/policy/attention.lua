@@ -15,7 +15,7 @@
 -- sequences themselves. Afterwards the sequences are cut to the length that they had, and
 -- a decode step of several tokens verifies the draft: it writes K and V again, as the
 -- decode policy's attention makes them. A draft policy sees prompts as the others do, its
--- own steps, which the others do not see, and of decode steps the K that they write.
+-- own steps, which the others do not see, and the K that decode steps write.
 local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
 local check = require "kvlab.policy.check"
@@ -88,7 +88,7 @@ local OPTIONS = {
   decode_through = options.one_of("ring", "hot"), draft_reuse = options.boolean,
 }
 
--- What a step may change, for the journal.
+-- The journal's entry for what a step may change.
 local Step = {}
 Step.__index = Step
 
@@ -282,7 +282,7 @@ local function check_step(self, batch, is_prefill)
     .. " does not go with") end
 end
 
---- Raises for sequences whose tokens another attention evicts, unless it has not yet.
+--- Raises for sequences from which another attention has already evicted tokens.
 local function check_evicted(self, batch)
   if batch.cuts and batch.max_blocks > self.shape.max_blocks then
     options.fail(("begin: the batch has max_blocks = %d, expected at most those of the "
@@ -309,9 +309,9 @@ local function counter_of(self, is_prefill, is_draft)
   return reads and (not is_draft or reads.has_drafts) and reads or nil
 end
 
---- Makes the context that of a step of `batch`; in a decode step of several tokens a
--- sequence, that of its rows. Dense attention then has a context of its own, in which the
--- rows of a sequence read all of it together.
+--- Sets the context to a step of `batch` or, in a decode step of several tokens a
+-- sequence, to the rows of the step. Dense attention then has a context of its own, in
+-- which the rows of a sequence together read the sequence once.
 local function begin_context(self, batch, is_prefill, draft, most)
   local ctx, dense = self.context, nil
   local is_draft = draft ~= nil
@@ -391,8 +391,8 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft, most)
   if ctx.is_rows then (is_draft and self.draft_rows or self.rows):lengthen() end
 end
 
---- Takes back the newest counts[i] tokens of row i of the step's sequences, which are
--- those of their heads where tables are by head.
+--- Takes back the newest counts[i] tokens of sequence i of the step; where tables are by
+-- head, each KV head counts as a sequence.
 local function take_back(self, counts)
   local batch, kept = self.rows.batch, {}
   self.cache.journal:take_back(self.step, self.rows.first, self.rows.own, counts)
@@ -414,7 +414,8 @@ local function take_back(self, counts)
   end
 end
 
---- A value for each sequence, for each of their heads where tables are by head.
+--- A value for each sequence or, where tables are by head, for each head of each
+-- sequence.
 ---@param values table|nil
 function Attention:each_head(values)
   local heads = self.cache.cut_heads
@@ -458,8 +459,8 @@ function Attention:take_back(counts)
   if not ok then error(why, 0) end
 end
 
---- Calls a hook of the policies that see a step: of a draft's step the draft policy
--- alone. Of decode steps, it sees nothing but the K that they write.
+--- Calls a hook of the policies that see a step. Only the draft policy sees a draft's
+-- step. Of decode steps, it sees nothing but the K that they write.
 ---@param is_for_draft? boolean  of a step that makes no draft, the draft policy sees it
 local function call_hook(self, hook, argument, is_for_draft)
   local first, second, third = self.prefill_policy, self.decode_policy, self.draft_policy
@@ -541,8 +542,8 @@ function Attention:forward(layer, q, k, v, out, index)
   ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, cuts or ctx.batch,
     self.inv_freqs and self.inv_freqs[layer])
   if self.reads_index then take_index(self, ctx, layer, index, cuts or ctx.batch) end
-  -- A step that reads a draft's selection again asks no policy, and the step that
-  -- verifies the draft calls the hook. But if some sequences go on alone, they select.
+  -- A step that reads a draft's selection again calls no policy; the step that verifies
+  -- the draft calls the hook. But if only some sequences continue the draft, they select.
   if self.reuse_role ~= "again" or ctx.seqs > 1 then
     call_hook(self, ctx.is_prefill and "on_prefill_offload" or "on_decode_offload", ev,
       true)
@@ -591,8 +592,8 @@ function Attention:over(selection, ctx, out, lse)
     ctx.is_prefill and self.emitters or nil)
 end
 
---- The same over lists that may name blocks behind a sequence's last one, which nobody
--- reads.
+--- The same over lists that may name blocks past a sequence's last one; these are not
+-- read.
 function Attention:over_list(list, ctx, out) return over_checked(self, list, ctx, out) end
 
 --- The same attention, read straight from the cache's memory, wherever it lies, without
@@ -605,7 +606,7 @@ function Attention:direct(selection, ctx, out, lse, listed)
     listed)
 end
 
---- The part of `over` that a reader of a memory tier finds in `memory`, with the hook
+--- The part of `over` whose blocks a memory tier's reader has in `memory`, with the hook
 -- that the reader was given. The other arguments are those of attend_slots.
 ---@param hook kvlab.Hook|nil
 ---@param listed kvlab.Tensor|nil  tokens, instead of a selection

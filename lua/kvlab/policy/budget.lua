@@ -3,10 +3,10 @@
 -- each layer, or a tensor [layers, kv_heads], f32 for ratio and i32 for the others. The
 -- option `split` divides it among layers or KV heads (kvlab/policy/split.lua).
 --
--- A budget that is a number for all layers and heads is a kvl_budget. Any other is
--- ragged: what a layer has of it is a kvl_budget, of the head that may select most, and
--- the limits of all heads if these differ. The host knows a ragged budget, too, so no
--- step waits.
+-- A budget that is a number for all layers and heads is a kvl_budget. Any other budget is
+-- ragged: a layer's part is the kvl_budget of the head that may select most, and the
+-- limits of all heads if these differ. The host knows a ragged budget, too, so no step
+-- waits.
 local ffi = require "ffi"
 local kinds = require "kvlab.tensor.kinds"
 local options = require "kvlab.options"
@@ -80,7 +80,7 @@ local function rows_of(amount, layers)
   return rows
 end
 
---- Where entry h of row i is, in words.
+--- The position of entry h of row i, in words.
 local function place_of(i, h, row)
   return ("layer %d"):format(i - 1) .. (#row > 1 and (", KV head %d"):format(h - 1) or "")
 end
@@ -102,8 +102,8 @@ function M.check_amount(what, key, amount, name)
 end
 
 --- The share of an amount that a nested policy gets, as an option of the same name.
--- Blocks and tokens are rounded down; what differs among layers is at least sink and
--- recent. No ratio is above 1.
+-- Blocks and tokens are rounded down; an amount that differs among layers is at least
+-- sink and recent. No ratio is above 1.
 ---@param self kvlab.Policy  attached
 ---@param share number       0 or more
 ---@return table
@@ -165,8 +165,8 @@ local function check_least(what, key, rows, o)
   end
 end
 
---- What a split gives layers; raises unless it is a list of `count` numbers
--- from 0 to `most` whose mean is `mean`.
+--- The amounts that a split gives layers; raises unless they are a list of `count`
+-- numbers from 0 to `most` whose mean is `mean`.
 local function shares_of(what, split, mean, most, count)
   local list = split:layers(mean, most, count)
   local function refuse(fmt, ...)
@@ -187,8 +187,9 @@ local function shares_of(what, split, mean, most, count)
   return list
 end
 
---- What a split gives each layer of an amount that is a number. Of blocks, it divides
--- what sink, recent and min_blocks leave, in whole numbers with the same sum.
+--- The parts of an amount, given as one number, that a split gives each layer. An amount
+-- in blocks is divided, without sink, recent and min_blocks, into whole numbers with the
+-- same sum.
 local function divide(o, what, key, amount, layers)
   local least = key == "ratio" and 0 or math.max(o.min_blocks, o.sink + o.recent)
   local most = key == "ratio" and 1 or math.huge
@@ -254,8 +255,8 @@ function M.make(o, shape)
   return self
 end
 
---- What a layer has of a budget: a kvl_budget, the limits of its heads if they differ,
--- and what divides it among them.
+--- A layer's part of a budget: a kvl_budget, the limits of its heads if they differ, and
+-- the split that divides it among them.
 ---@return kvlab.Budget, kvlab.Tensor|nil, kvlab.Split|nil
 function M.of_layer(budget, layer)
   if getmetatable(budget) ~= Ragged then return budget end
@@ -263,7 +264,7 @@ function M.of_layer(budget, layer)
     budget.split
 end
 
---- Whether KV heads differ in what they have of a budget.
+--- Whether the parts of KV heads in a budget differ.
 function M.differs(budget)
   return getmetatable(budget) == Ragged and next(budget.limits) ~= nil
 end

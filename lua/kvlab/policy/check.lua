@@ -1,9 +1,9 @@
 --- Checks what a policy hands to attention: scores, selections and lists of tokens. Their
 -- shapes are checked always. Their contents are checked where the host can read them
--- without waiting, which is on the CPU's default stream; with --check everywhere, after
--- waiting for the device. While a graph is recorded, tensors have no contents yet, so
--- they are not checked. That scores are all NaN is found in steps that are observed, and
--- in the first step of each phase of an attention, wherever it runs.
+-- without waiting, which is on the CPU's default stream; with --check they are checked
+-- everywhere, after waiting for the device. While a graph is recorded, tensors have no
+-- contents yet, so they are not checked. Scores that are all NaN are found in steps that
+-- are observed, and in the first step of each phase of an attention, on every device.
 local ffi = require "ffi"
 local command_line = require "kvlab.command_line"
 local house = require "kvlab.house"
@@ -63,8 +63,9 @@ local function contents(t, waits, pointer)
   return ffi.cast(pointer, host.memory)
 end
 
---- The blocks of sequence s whose scores decide: neither sink nor recent, and not alone.
--- What is always selected needs no score, and a policy may leave it unwritten.
+--- The blocks of sequence s whose scores matter: those that are neither sink nor recent,
+-- if there are several. A block that is always selected needs no score, and a policy may
+-- leave it unwritten.
 local function decided(ctx, s, budget)
   local n = ctx.sequences[s + 1]:blocks()
   return budget.sink, n > 1 and n - budget.recent - 1 or -1
@@ -110,8 +111,8 @@ function M.scores(ctx, scores, budget, what)
   ctx.has_checked[ctx.phase] = true
 end
 
---- What the heads of each sequence have undivided, `even` i32 [seqs, kv_heads], together:
--- a list; nil where the host cannot read it now.
+--- For each sequence, the sum of the even budgets of its heads, `even` i32 [seqs,
+-- kv_heads]: a list; nil if the host cannot read it now.
 function M.totals(ctx, even)
   local is_open, waits = access(ctx)
   if not is_open then return nil end
@@ -124,7 +125,7 @@ function M.totals(ctx, even)
 end
 
 --- Raises unless `limits`, which a split made, are i32 [seqs, kv_heads], not negative,
--- and no more in all than the heads of a sequence have undivided.
+-- and their sum is at most that of the even budgets of a sequence.
 ---@param totals table|nil  of M.totals, from before the split was called
 ---@param name string       the split's
 function M.limits(ctx, limits, totals, name)

@@ -1,6 +1,6 @@
---- A step of an attention, and the present layer of it. It is passed down to policies,
--- their hooks and the readers of memory tiers. What lasts for a step lies here and not in
--- the attention, and every step sets all of it anew, so one that failed leaves nothing.
+--- A step of an attention, and its present layer. It is passed down to policies,
+-- their hooks and the readers of memory tiers. The state of a step is here and not in the
+-- attention. Every step sets all of it anew, so a step that failed leaves nothing behind.
 --
 -- Scores, marks and selections come from pools of the context. A caller gets a tensor
 -- that nobody else gets until the attention of the layer is over; then the tensor goes
@@ -187,7 +187,8 @@ function M.new(shape, limits)
   }, Context)
 end
 
---- The number of a shape: 1 for the first that a step had, and so on.
+--- The number of a shape, in the order in which steps had them: 1 for the first, and so
+-- on.
 local function number_of(self, seqs, width)
   local key = seqs * 2 ^ 32 + width
   local number = self.shape_numbers[key]
@@ -199,7 +200,7 @@ local function number_of(self, seqs, width)
   return number
 end
 
---- Points the context at a new step: of a batch, or of the rows of one.
+--- Sets the context to a new step: of a batch, or of the rows of a batch.
 ---@param batch kvlab.Batch|kvlab.Rows
 ---@param starts kvlab.Tensor|nil  i32 [seqs + 1], where a sequence has several queries
 function Context:begin(batch, is_prefill, starts)
@@ -212,7 +213,7 @@ function Context:begin(batch, is_prefill, starts)
   self.total_kv_len = batch.max_len
   ev.blocks, ev.num_tokens, ev.turns = batch.blocks, batch.block_tokens, batch.turns
   if self.seqs ~= batch.count or self.width ~= batch.width then
-    self.seqs, self.width = nil, nil -- in case that it stops on the way
+    self.seqs, self.width = nil, nil -- in case it stops on the way
     self.shape_number = number_of(self, batch.count, batch.width)
     use_views(self.scores, self.shape_number)
     use_views(self.selections, self.shape_number)
@@ -220,7 +221,7 @@ function Context:begin(batch, is_prefill, starts)
   end
 end
 
---- Makes layer, tables and lens those of a layer. A step does so in each layer; call it
+--- Sets layer, tables and lens to those of a layer. A step does so in each layer; call it
 -- in step_begin to work on several layers there.
 function Context:use_layer(layer)
   local step = self.batch
@@ -230,7 +231,7 @@ function Context:use_layer(layer)
   self.tables, self.lens = step.tables, step.lens
 end
 
---- Points the context at a layer of the step. The tensors of the layer before go back to
+--- Sets the context to a layer of the step. The tensors of the previous layer go back to
 -- their pools.
 ---@param layer integer
 ---@param query kvlab.Tensor
@@ -350,8 +351,9 @@ function Context:held(layer, i)
   return (seq.head and seq.base or seq):held(layer, seq.head or 0)
 end
 
---- Whether a token that sequence i (from 0) holds in a layer makes way for the new one of
--- this decode step: it holds as many as it may, where a policy evicts.
+--- Whether the new token of this decode step replaces a token that sequence i (from 0)
+-- holds in a layer: where a policy evicts, a sequence that holds as many tokens as it may
+-- replaces one.
 ---@return boolean
 function Context:makes_way(layer, i)
   local step = self.batch
@@ -384,7 +386,7 @@ function Context:ramp(low, high)
   return r.ramp:mul(high - low, ramp):add(low, ramp)
 end
 
---- The limits of KV heads, [1, kv_heads], as those of the rows of a step in which each
+--- The limits of KV heads, [1, kv_heads], repeated for the rows of a step in which each
 -- head is a sequence of its own.
 local function limits_of_rows(self, limits)
   local heads = self.batch.cuts and self.batch.cuts.heads or 1
@@ -395,9 +397,9 @@ local function limits_of_rows(self, limits)
 end
 
 --- The budget of this step and layer, with the limits of its heads and what divides it
--- among them. A prefill chunk also gets the blocks in which it lies, because a token sees
--- itself. A row of a decode step gets its own block, because the summary of this block
--- knows later rows, too, which may be taken back.
+-- among them. A prefill chunk always selects the blocks in which it lies, because a token
+-- sees itself. A row of a decode step of several tokens always selects its own block,
+-- because the summary of this block also covers later rows, which may be taken back.
 local function step_budget(self, what, budget)
   argument(what, "budget", budget, budgets.kind)
   local of_layer, limits, split = budgets.of_layer(budget, self.layer)
@@ -419,7 +421,7 @@ local function select_lists(self, scores, budget, limits, n)
     view.counts, limits)
 end
 
---- What all heads together may select, of the width of a step.
+--- How many blocks all heads together may select, at most the width of a step.
 local function width_of_all(self, budget)
   return math.min(self.kv_heads * policy.budget_blocks(budget, self.width), self.width)
 end
@@ -435,8 +437,8 @@ local function divide(self, scores, budget, limits, split)
   return limits
 end
 
---- Selects by what a split gives each head. What it makes is freed, and what it keeps is
--- not.
+--- Selects by the budgets that a split gives each head. Tensors that the split makes are
+-- freed, except those that it keeps.
 local function select_divided(self, scores, budget, limits, split)
   limits = divide(self, scores, budget, limits, split)
   return select_lists(self, scores, budget, limits, width_of_all(self, budget))
@@ -474,9 +476,9 @@ function Context:select(scores, budget, limits)
 end
 
 --- The selection that the next decode step would make by these scores, with at most
--- `most` blocks. Where `most` is less than the budget of the longest sequence, shorter
--- sequences get less in the same proportion. A split of the budget among heads is left
--- out.
+-- `most` blocks. If `most` is less than the budget of the longest sequence, the budgets
+-- of shorter sequences shrink in the same proportion. A split of the budget among heads
+-- is ignored.
 function Context:expect(scores, budget, most)
   argument("expect", "scores", scores, kinds.tensor)
   argument("expect", "budget", budget, budgets.kind)
@@ -680,8 +682,8 @@ end
 -- those from `length` to the end of the last block are 0. The sum, the mean or the
 -- maximum over dim 1 is a number for each KV head and token. A new tensor, of 128 MiB for
 -- 32 queries of 32 heads over 32768 tokens. It reads the layer's keys where the cache has
--- them. If that is host memory, they cross the link, and the step cannot be a prefill,
--- whose keys have not all arrived there.
+-- them. If that is host memory, the keys cross the link, and the step cannot be a
+-- prefill, because its keys have not all arrived there.
 ---@param queries kvlab.Tensor  [count, heads, head_dim]: of the tokens before length, as
 --                              newest_queries keeps them
 ---@param layer integer
@@ -711,10 +713,10 @@ function Context:attention_weights(queries, layer, i, length)
   return tensor.scope(attention_weights, self, queries, layer, i, length)
 end
 
---- The worth of tokens at the end of prompts, for a policy's evict: fn(owner, ctx, i)
--- returns that of sequence i (from 0), f32 [kv_heads, n], of what it holds in the layer.
--- Sequences whose prompt goes on have zeros. f32 [seqs, kv_heads, width * block_size], a
--- new tensor.
+--- The worth of tokens at the end of prompts, for a policy's evict. fn(owner, ctx, i)
+-- returns the worth of the tokens that sequence i (from 0) holds in the layer, f32
+-- [kv_heads, n]. Sequences whose prompt is not over have zeros. f32 [seqs, kv_heads,
+-- width * block_size], a new tensor.
 function Context:worth_after_prompts(fn, owner)
   local n, heads, ends = self.width * self.block_size, self.kv_heads, self.ends_prompts
   if not ends then

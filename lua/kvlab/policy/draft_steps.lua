@@ -31,7 +31,7 @@ function M.new(journal, keepers)
     is_verified = false }, DraftSteps)
 end
 
---- Begins step `at`, counted from 1. entry: is noted, too.
+--- Begins step `at`, counted from 1. entry: an entry to note, too.
 function DraftSteps:begin(at, seqs, entry)
   local journal, step = self.journal, self.steps[at]
   if not step then
@@ -81,8 +81,8 @@ function DraftSteps:verify()
   self.is_verified, self.journal.draft = self.count > 0, nil
 end
 
---- Ends the draft, if there is one, before another step begins. All steps of one that was
--- verified stay; nothing stays of one that was not.
+--- Ends the draft, if there is one, before another step begins. If the draft was
+-- verified, all of its steps stay; otherwise nothing of it stays.
 function DraftSteps:finish()
   if self.count == 0 then return end
   C.kvl_interrupt_hold(1)

@@ -24,9 +24,9 @@
 -- runtime keeps the priority itself and nothing is computed; otherwise a kernel computes
 -- the priorities of all blocks before each step's evictions.
 --
--- Only decode steps count, and not those of a draft. A step that fails may have counted;
--- if it is taken back, the hot cache begins again without blocks, and with them go their
--- uses and ages. Scores that it gave stay until the next step gives others.
+-- Only decode steps count, and not those of a draft. A step that fails may have counted.
+-- If it is undone, the hot cache begins again without blocks, so their uses and ages are
+-- lost, too. Scores that this step gave stay until the next step gives others.
 local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local evictions = require "kvlab.memory.evictions"
@@ -44,7 +44,7 @@ local tensor = require "kvlab.tensor.tensor"
 local C, check = library.C, library.check
 local M = {}
 
--- What can be kept of a block, and what it is at first.
+-- The numbers that can be kept of a block, and their initial values.
 local KEPT = { uses = 0, age = 0, score = -math.huge, predicted = -math.huge }
 local LEAVES = { layer = true, kv_head = true }
 
@@ -73,7 +73,7 @@ local function by_layer(values, as_rows)
   return views
 end
 
---- The kernel of a priority that is more than one of the kept numbers.
+--- The kernel of a priority that is not simply one of the kept numbers.
 local function open_kernel(self, cache, kept)
   local what = "eviction " .. self.name
   local plan = place.map(self.map.expression, what, { codec = cache.format.name,
@@ -138,8 +138,8 @@ local function scatter(views, ctx, scores)
 end
 
 function Eviction:watch(attention)
-  -- From now on, keeps the scores by which the decode policy of an attention selects, and
-  -- those of its predictions.
+  -- From now on, stores the scores by which the decode policy of an attention selects,
+  -- and the scores of its predictions.
   local ctx = attention.context
   if not self.scores and not self.predictions then return end
   local select, expect = ctx.select, ctx.expect

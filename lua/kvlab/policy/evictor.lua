@@ -1,25 +1,26 @@
---- Eviction for good: a policy says what each token that is held is worth, and the
--- runtime drops the others and gives their memory back.
+--- Eviction for good: a policy gives the worth of each token that is held, and the
+-- runtime drops the tokens of lowest worth and gives their memory back.
 --
 --   evict(self, ctx)    f32 [seqs, kv_heads, width * block_size]: the worth of each token
 --                       of the layer; higher stays longer. -inf and NaN count as lowest.
 --                       Or a tally by token, whose numbers they are
 --
 -- The budget of the policy says how many tokens each layer and KV head may hold; a ratio
--- is one of the prompt. Its sink and recent blocks are tokens that stay, counted in the
--- text. Of a policy with prompt_only, and with the option keep_decoded, the budget is
--- that of the prompt, and all decoded tokens stay, too.
+-- is a share of the prompt. The sink and recent blocks of the text always stay. With
+-- prompt_only or the option keep_decoded, the budget covers only the prompt, and all
+-- decoded tokens stay, too.
 --
--- After a prompt, every layer and head keeps its budget's best tokens, in the order that
--- they had. They are copied to fresh pages, and the old pages fall when the step is over.
--- While a sequence decodes, a token that finds its layer and head full takes the place of
--- the one that is worth least: nothing moves, nobody waits, and graphs replay it. What
--- stood in that place is kept until the step is over, so a failed step is no step.
+-- After a prompt, every layer and head keeps the best tokens within its budget, in their
+-- order. They are copied to fresh pages, and the old pages become free when the step is
+-- over. While a sequence decodes and a layer and head is full, the new token takes the
+-- place of the token of lowest worth: no token moves, the host does not wait, and graphs
+-- can record this. The replaced token is kept until the step is over, so a failed step
+-- changes nothing.
 --
--- A token keeps its position in the text, which `ctx:positions()` gives. Its index, the
--- number of its place, says nothing about its age any more. The cache needs tables by
--- layer or by head. Tables by layer hold the same tokens for all heads, which then have
--- one worth, the mean over the heads.
+-- A token keeps its position in the text, which `ctx:positions()` gives. Its index then
+-- says nothing about its age any more. The cache needs tables by layer or by head. Tables
+-- by layer hold the same tokens for all heads, which then have one worth, the mean over
+-- the heads.
 local budgets = require "kvlab.policy.budget"
 local check_policy = require "kvlab.policy.check"
 local context = require "kvlab.policy.context"
@@ -40,8 +41,7 @@ local NO_CAP = 2 ^ 31 - 1 -- of the tokens that are held
 --- The longest text, in tokens, whose positions f32 tells apart.
 M.LONGEST = 2 ^ 24
 
--- What the numbers of a worth count as at least and at most: tokens that must stay are
--- worth more.
+-- Worths are limited to this range; tokens that must stay get a larger number.
 local LOWEST, HIGHEST = -3e38, 3e38
 
 ---@class kvlab.Evictor
@@ -67,7 +67,7 @@ local function namesake(name)
   return ""
 end
 
---- Raises for what does not go with eviction.
+--- Raises for what does not work with eviction.
 local function check_attention(o, cache, p)
   local lacks = cache.tables == "one" and 'tables = "one"; expected "layer" or "head"'
     or o.draft_policy and "drafts"
@@ -162,8 +162,8 @@ end
 
 -- ---- what a step changes --------------------------------------------------------------
 
---- Of a decode step: for every layer, which places its new tokens took, and what stood
--- there.
+--- The journal's entry of a decode step: for every layer, which places its new tokens
+-- took, and the tokens that were there before.
 local Replaced = {}
 Replaced.__index = Replaced
 
@@ -239,7 +239,7 @@ function Replaced:undo()
   end
 end
 
---- Of the end of a prompt: what the sequence held before.
+--- The journal's entry of the end of a prompt: what the sequence held before.
 local Kept = {}
 Kept.__index = Kept
 
@@ -270,8 +270,9 @@ end
 
 local call = ffi.new "kvl_replacement"
 
---- The worth of the tokens of a context's layer, as evict gives it: f32 [rows, n]. Where
--- a tally has it and `in_place` is set: f32 [1, cells], and where each row begins in it.
+--- The worth of the tokens of a context's layer, as evict gives it: f32 [rows, n]. If a
+-- tally has the worth and `in_place` is set: the tally's f32 [1, cells], and where each
+-- row begins in it.
 local function worth_of(self, ctx, in_place)
   local worth = self.policy:evict(ctx)
   local name = self.policy.name
@@ -291,7 +292,8 @@ local function worth_of(self, ctx, in_place)
   return worth:reshape { ctx.seqs, worth:size(worth.ndim - 1) }
 end
 
---- Raises for sequences whose tokens this evictor has not placed, and takes the new ones.
+--- Raises for sequences whose tokens this evictor has not placed, and registers new
+-- sequences.
 local function take_sequences(self, batch, is_prefill)
   for i, seq in ipairs(batch.batch.seqs) do
     local length = seq:length()
@@ -335,7 +337,7 @@ function Evictor:begin(ctx, batch)
   for _, one in ipairs(self.tallies) do one:begin(ctx) end
 end
 
---- Finds where the new tokens go, and saves what stands there.
+--- Finds the places of the new tokens, and saves the tokens that are there.
 local function replace(self, ctx, cuts, one, worth, worth_firsts)
   local size = self.cache.block_size
   local budget = budget_of(self, ctx.layer)
@@ -353,8 +355,8 @@ local function replace(self, ctx, cuts, one, worth, worth_firsts)
   self.entry.layers = ctx.layer + 1
 end
 
---- Finds where a decode step's new tokens go, in a layer: the batch's places are those
--- then.
+--- Finds the places of a decode step's new tokens in a layer, and makes them the batch's
+-- places.
 local function make_room(self, ctx, cuts, layer)
   self.entry = self.entry or new_entry(self, ctx.seqs)
   local entry = self.entry
@@ -384,8 +386,8 @@ end
 
 -- ---- after a prompt -------------------------------------------------------------------
 
---- Where a tally has the new tokens of a prompt's step, in a layer: i32 [1, tokens *
--- heads].
+--- The index in a tally of each new token of a prompt's step, in a layer: i32 [1, tokens
+-- * heads].
 local function cells_of(one, cuts)
   local heads, n, rows = one.heads, cuts.tokens_count, cuts.count
   local lens = cuts.lens:reshape { rows, 1 }:expand { rows, heads }
@@ -396,7 +398,7 @@ local function cells_of(one, cuts)
     :sub(cuts.behind:reshape { n, 1 }):reshape { 1, n * heads }
 end
 
---- Writes what tallies by token have of a prompt's new tokens, in a layer: their
+--- Writes the numbers of a prompt's new tokens to tallies by token, in a layer: their
 -- positions, or the initial number.
 local function note_new(self, cuts, layer)
   for _, one in ipairs(self.tallies) do
@@ -408,15 +410,16 @@ local function note_new(self, cuts, layer)
   end
 end
 
---- Finds where the new tokens of a step go, in a layer. Called before they are written.
+--- Finds the places of the new tokens of a step, in a layer. Called before the tokens are
+-- written.
 function Evictor:place(ctx, cuts, layer, q, memory)
   ctx:begin_layer(layer, q, memory)
   if ctx.is_prefill then return tensor.scope(note_new, self, cuts, layer) end
   make_room(self, ctx, cuts, layer)
 end
 
---- The worth of what the heads of a sequence hold of a layer, as it is compared: f32
--- [heads, n]. Tokens that must stay come first.
+--- The worth of the tokens that the heads of a sequence hold in a layer, ready to be
+-- compared: f32 [heads, n]. Tokens that must stay have the highest.
 local function compared(self, ctx, worth, first, layer, length)
   local heads, size, budget = self.heads, self.cache.block_size, budget_of(self, layer)
   local positions = self.positions:load(ctx):reshape { ctx.seqs, -1 }:narrow(first, heads)
@@ -428,8 +431,8 @@ end
 
 local function no_append() error "these tokens are no batch to append to" end
 
---- Divides what the heads of a layer may hold among them, by what they hold: a context of
--- one sequence whose blocks are tokens, for a split.
+--- Divides the budget of a layer among its heads, by the tokens that they hold. The split
+-- gets a context of one sequence whose blocks are tokens.
 local function divide(self, ctx, own, layer, caps, held)
   local heads, n, dev = self.heads, own:size(1), own.device
   local tokens = self.token_contexts[n]
@@ -467,7 +470,7 @@ local function divide(self, ctx, own, layer, caps, held)
   end
 end
 
---- The tokens that the heads of a sequence keep of a layer: i32 [heads, most], ascending.
+--- The tokens that the heads of a sequence keep in a layer: i32 [heads, most], ascending.
 -- caps, by head from 0: how many; a split of the budget changes them, and waits for the
 -- device.
 local function select(self, ctx, worth, first, caps, held, layer, length)
@@ -490,7 +493,7 @@ local function select(self, ctx, worth, first, caps, held, layer, length)
   return kept:reshape { heads, most }
 end
 
---- Chooses what the sequences whose prompt ends keep of a layer.
+--- Chooses which tokens of a layer are kept, for the sequences whose prompt ends.
 local function choose(self, ctx)
   local ends, batch = ctx.ends_prompts, ctx.batch.batch
   local worth
@@ -521,7 +524,7 @@ local function places_of(self, listed, tables)
     block_size = self.cache.block_size }:cast("i64"):reshape { listed.count }
 end
 
---- The tables that the heads of a sequence have now, of a layer.
+--- The present tables of the heads of a sequence, in a layer.
 local function new_tables(self, seq, layer)
   local width, list = math.max(1, seq:blocks()), {}
   local row = ffi.new("int32_t[?]", width)
@@ -532,7 +535,7 @@ local function new_tables(self, seq, layer)
   return tensor.from(self.cache.device, "i32", { self.heads, width }, list)
 end
 
---- Shows the policies the K of the pages that hold what is left.
+--- Shows the policies the K of the pages that hold the kept tokens.
 local function show(self, seq, layer)
   local blocks, tokens, size = {}, {}, self.cache.block_size
   for head = 0, self.heads - 1 do
@@ -550,7 +553,7 @@ function Evictor:forked(seq)
   for layer = 0, self.layers - 1 do show(self, seq, layer) end
 end
 
---- Moves what a layer keeps to the pages that the sequence has now.
+--- Moves the kept tokens of a layer to the sequence's present pages.
 local function compact(self, ctx, seq, layer, first, kept)
   local tables = ctx.batch.by_layer[layer].tables:narrow(first, self.heads)
   local from = places_of(self, kept, tables)
@@ -572,8 +575,8 @@ local function compact(self, ctx, seq, layer, first, kept)
   show(self, seq, layer)
 end
 
---- Moves what a sequence keeps of all layers. of[layer]: the list that `select` returned,
--- or false.
+--- Moves the kept tokens of a sequence in all layers. of[layer]: the list that `select`
+-- returned, or false.
 local function compact_all(self, ctx, seq, first, of)
   for layer = 0, self.layers - 1 do
     local list = of[layer].list
@@ -581,7 +584,7 @@ local function compact_all(self, ctx, seq, first, of)
   end
 end
 
---- Evicts what a sequence does not keep. of[layer].caps: by head.
+--- Evicts the tokens that a sequence does not keep. of[layer].caps: by head.
 local function evict(self, ctx, seq, first, of)
   local cuts, heads = self.layers * self.heads, self.heads
   local kept, caps = ffi.new("int32_t[?]", cuts), ffi.new("int32_t[?]", cuts)
@@ -600,7 +603,7 @@ local function evict(self, ctx, seq, first, of)
   if not ok then error(why, 0) end
 end
 
---- Evicts what the sequences whose prompt ends do not keep.
+--- Evicts the tokens that are not kept, for the sequences whose prompt ends.
 local function finish(self, ctx)
   local ends, batch = ctx.ends_prompts, ctx.batch.batch
   for i = 1, batch.count do
@@ -611,8 +614,8 @@ local function finish(self, ctx)
   end
 end
 
---- Ends a layer of a step in which prompts end. After the last one, what their sequences
--- do not keep is gone.
+--- Ends a layer of a step in which prompts end. After the last layer, the tokens that are
+-- not kept are gone.
 function Evictor:end_prompt(ctx)
   if ctx.layer == 0 then self.kept = {} end
   choose(self, ctx)

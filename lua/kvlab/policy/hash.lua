@@ -32,8 +32,8 @@ local PLANE_KIND = options.one_of("orthogonal", "gaussian")
 -- ---- planes ---------------------------------------------------------------------------
 
 --- Makes rows first ... first + n - 1 of `dim` numbers orthonormal, in place. It runs
--- Gram and Schmidt twice, which is as orthogonal as doubles allow. Each row keeps its
--- side (QR whose R has a positive diagonal), so normal numbers give every orthogonal set
+-- Gram and Schmidt twice, which is as orthogonal as doubles allow. No row is negated (it
+-- is a QR whose R has a positive diagonal), so normal numbers give every orthogonal set
 -- with the same chance (Haar).
 local function orthonormal(rows, first, n, dim)
   for i = first, first + n - 1 do
@@ -173,8 +173,8 @@ function Hashes:store(key, block)
     rows_of(self, block)))
 end
 
---- Gives a physical block the hashes that were kept for its content, so that its keys
--- need not be hashed again. Returns false when they are no longer kept.
+--- Gives a physical block the hashes that were stored for its content, so that its keys
+-- need not be hashed again. Returns false when they are no longer stored.
 ---@return boolean
 function Hashes:restore(key, block)
   local kept = self.cache:get(key)
@@ -192,14 +192,14 @@ Centred.__index = Centred
 
 local CENTRED = { bits = BITS, planes = PLANE_KIND, seed = options.any_whole }
 
---- Hashes of the mean keys of full blocks, less the mean key of a part of the sequence:
--- keys share a large mean, which says nothing, because softmax ignores it, but which
--- makes their hashes alike. From block b, the mean of the first 2^k blocks is taken,
--- where 2^k is the largest power of two that is at most b; block 0 has nothing before it
--- and stays as it is. So a hash depends only on the tokens up to its block: not on how
--- they were cut into chunks, on whether they were prefilled or decoded, or on what comes
--- after them, and sequences that share a block agree on its hash. A block is hashed in
--- the first decode step after it is full; the hash of an open block means nothing.
+--- Hashes of the mean keys of full blocks, minus the mean key of a part of the sequence.
+-- Keys share a large mean, which makes their hashes alike but has no effect on attention,
+-- because softmax ignores it. From the mean key of block b, the mean of the first 2^k
+-- blocks is subtracted, where 2^k is the largest power of two that is at most b; nothing
+-- is subtracted from block 0. So a hash depends only on the tokens up to its block: not
+-- on how they were cut into chunks, on whether they were prefilled or decoded, or on what
+-- comes after them, and sequences that share a block agree on its hash. A block is hashed
+-- in the first decode step after it is full; the hash of an open block means nothing.
 --
 --   init               = self.hashes = kv.hash.centred(shape)
 --   on_..._offload     = self.hashes:update(ev)

@@ -1,19 +1,18 @@
 --- Selections that are read again. With the option reuse_layers = n, a policy selects in
--- every n-th of the layers in which it may, and the layers after each read what it
--- selected there. With reuse_steps = n, it selects for a sequence in every n-th of the
--- decode steps that follow one another. The steps between read the same blocks or tokens,
--- and those that the sequence has begun since.
+-- every n-th of the layers in which it may, and the layers between read the last
+-- selection. With reuse_steps = n, it selects for a sequence in every n-th of its
+-- consecutive decode steps. The steps between read the same blocks or tokens, and those
+-- that the sequence has begun since.
 --
 -- When a sequence selects depends on this sequence alone: in its first decode step, after
 -- n steps, and after anything else that changed its length (a prompt, a step under
--- another policy). In a step in which only some sequences select, the policy is asked
--- about all of them, and the others have no tokens (ctx.lens): kernels read nothing for
--- them. If no sequence selects, the policy is not asked.
+-- another policy). If only some sequences of a step select, the policy is called for all
+-- of them, but the others have length 0 (ctx.lens), so that kernels read nothing for
+-- them. If no sequence selects, the policy is not called.
 --
--- What a sequence selected last lies in a tally, so that forks, steps that fail and
--- tokens that are taken back find the selection that they had. The lists end with the
--- blocks or tokens that the next steps may begin; a step leaves out those that are not
--- there yet.
+-- The last selection of a sequence lies in a tally, so forks copy it, and it is restored
+-- after steps that fail and tokens that are taken back. The lists end with the blocks or
+-- tokens that the next steps may begin; a step leaves out those that are not there yet.
 -- Source  IndexCache, arXiv:2603.12201
 local ffi = require "ffi"
 local library = require "kvlab.library"
@@ -53,7 +52,8 @@ local function sources_of(shape, every)
   return source
 end
 
---- Lets a policy with reuse_layers or reuse_steps above 1 select only so often.
+--- Makes a policy with reuse_layers or reuse_steps above 1 select only in every n-th
+-- layer or step.
 ---@param p table  attached to `shape`
 function M.attach(p, shape)
   if p.reuse_layers == 1 and p.reuse_steps == 1 then return end
@@ -97,7 +97,7 @@ end
 -- A sequence keeps one number: the length that it had at the end of its last step, times
 -- `steps`, plus the number of steps since it selected.
 
---- What a step of this shape needs. A graph of such a step may read it.
+--- The tensors for a step of this shape. A graph of such a step may read them.
 local function make_views(self, ctx)
   local dev, seqs = self.shape.device, ctx.seqs
   local numbers = tensor.tensor(dev, "i32", { 2, seqs })
@@ -106,8 +106,8 @@ local function make_views(self, ctx)
            host = ffi.new("int32_t[?]", 2 * seqs) }
 end
 
---- Finds the rows that select in a decode step: row i reads from[i], the selection that
--- row from[i] makes now, or for seqs + j what row j has kept.
+--- Finds the rows that select in a decode step. Row i reads the selection that row
+-- from[i] makes now or, if from[i] is seqs + j, the stored selection of row j.
 local function find_due(self, ctx, host)
   local steps, is_rows, seqs, due = self.steps, ctx.is_rows, ctx.seqs, 0
   local length, before = nil, nil
@@ -142,11 +142,11 @@ function Kept:begin(ctx)
   for _, one in pairs(self.tallies) do one:begin(ctx) end
 end
 
---- A fork goes on as its parent does.
+--- A fork continues as its parent does.
 function Kept:inherit(seq, fork) fork.state[self] = seq.state[self] end
 
---- The newest tokens of a sequence never were. If it selected in the first of their
--- steps out of turn, it does so again.
+--- The newest tokens of a sequence are taken back. If the first of their steps made it
+-- select early, it will do so again.
 function Kept:take_back(seq, tokens)
   local kept, steps = seq.state[self], self.steps
   if not kept then return end
@@ -161,7 +161,7 @@ local function ask(self, ctx)
   return self.ask(self.policy, ctx)
 end
 
---- Asks the policy for the rows that select.
+--- Lets the policy select for the rows that are due.
 local function ask_due(self, ctx)
   if self.is_all then return ask(self, ctx) end
   local lens, views = ctx.lens, self.of_step
@@ -171,7 +171,8 @@ local function ask_due(self, ctx)
   return list, counts
 end
 
---- The most entries of a list of n entries, when sequences are as long as they may be.
+--- The most entries that a list of n entries can get, when sequences have their greatest
+-- length.
 local function most_entries(self, n)
   local p, shape, most = self.policy, self.shape, 0
   if not p.ratio then return n end
@@ -208,7 +209,7 @@ local function there(self, ctx)
   return ((ctx.lens + (self.size - 1)) / self.size):reshape { ctx.seqs, 1, 1 }
 end
 
---- A list with the entries that may begin, behind its others: f32 [seqs, heads, all].
+--- A list, followed by the entries that later steps may begin: f32 [seqs, heads, all].
 local function extended(self, ctx, list, counts, all)
   local dev, more, dims = ctx.device, self.more, list:dims()
   local rows, n = dims[1] * dims[2], dims[3]
@@ -225,14 +226,14 @@ local function extended(self, ctx, list, counts, all)
   return made:cast "f32"
 end
 
---- Keeps what the policy selected. Returns the kept lists, f32 [seqs, heads, all].
+--- Stores what the policy selected. Returns the stored lists, f32 [seqs, heads, all].
 local function keep(self, ctx, one, list, counts)
   local made = extended(self, ctx, list, counts, one.own)
   if not self.is_all then return one:choose(ctx, made, self.of_step.from) end
   one:store(ctx, made)
 end
 
---- Writes the entries of kept lists that are there to `out`.
+--- Writes the entries of stored lists that exist in this step to `out`.
 local function read(self, ctx, lists, out)
   lists = lists:cast "i32"
   lists:lt(there(self, ctx)):where(lists, -1, out)
@@ -246,7 +247,7 @@ local function list_for(self, ctx, one)
   return lists[one]
 end
 
---- What a layer of a decode step reads. nil: everything.
+--- The selection that a layer of a decode step reads. nil: everything.
 local function select_step(self, ctx)
   local layer, lists = ctx.layer, nil
   if self.reads_all[layer] then return ask(self, ctx) end
@@ -283,7 +284,7 @@ local function share(self, ctx, list, counts)
   end
 end
 
---- In place of the policy's select_blocks or select_tokens.
+--- Replaces the policy's select_blocks or select_tokens.
 function Kept:select(ctx)
   local source = self.source[ctx.layer]
   if source == ctx.layer then

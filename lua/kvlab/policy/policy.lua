@@ -19,7 +19,7 @@
 --                                          sequence), scale (of q . k), and index: heads
 --                                          and dim, if the model has an indexer. A policy
 --                                          that sets self.reads_index here gets what the
---                                          indexer made, see Attention:forward: in
+--                                          indexer made (see Attention:forward), in
 --                                          ctx.index and ev.index, and the places of its
 --                                          keys in ev.places
 --     on_prefill_offload(self, ev)         the K of some blocks is complete on the
@@ -96,11 +96,11 @@
 --     request_begin(self, seq)             keep the state of a sequence in
 --     request_finished(self, seq)          seq.state[self] or a kv.tally, never on the
 --     inherit(self, seq, fork)             policy; inherit: seq, with state, was forked
---                                          If a step fails, seq.state[self] is again what
---                                          it was before: tables in it are copied, so a
---                                          step may change them; tensors are not, so a
---                                          step replaces them and neither writes to the
---                                          old ones nor frees them
+--                                          If a step fails, seq.state[self] is restored.
+--                                          Tables in it are copied, so a step may change
+--                                          them; tensors are not copied, so a step must
+--                                          replace them, and neither write to the old
+--                                          ones nor free them
 --     take_back(self, seq, tokens)         so many of the newest tokens of seq, which a
 --                                          decode step of several gave it, were taken
 --                                          back: mend seq.state[self] if it depends on
@@ -137,18 +137,18 @@
 -- views of the sequence, and seq.base is the sequence itself (memory/rows.lua).
 --
 -- A policy may make drafts (attention's draft_policy): self.drafts is then true. It is
--- called in prefill steps as any other, and in its own steps, which look like decode
--- steps of several tokens with one for each sequence. Of the steps that decode, it sees
--- the K (on_decode_offload) alone, also before the first draft, and of the tokens of a
--- draft it sees the K twice: that of the draft, and that of the step that verified it.
+-- called in prefill steps like any other policy, and in its own steps, which look like
+-- decode steps of several tokens, with one token for each sequence. Of other decode
+-- steps, also before the first draft, it sees only the K (on_decode_offload). So it sees
+-- the K of a draft's tokens twice: from the draft, and from the step that verified it.
 --
 -- Options of every policy: the budget, given as one of ratio (share of a sequence's
 -- blocks), tokens or blocks, each a number, a list by layer or a tensor [layers,
 -- kv_heads] (policy/budget.lua); split, which divides it (policy/split.lua);
 -- min_blocks; sink and recent (blocks that are always selected; they count towards the
--- budget); and reuse_layers and reuse_steps: it selects in every so many layers and
--- decode steps, and those between read its selection again (policy/kept.lua). If the
--- defaults have a seed, its value is that of --seed, or of the row that an experiment
+-- budget); and reuse_layers and reuse_steps: with n, the policy selects in every n-th
+-- layer or decode step, and those between read its selection again (policy/kept.lua). If
+-- the defaults have a seed, its value is that of --seed, or of the row that an experiment
 -- computes, unless the caller of kv.policy gives one.
 local arguments = require "kvlab.arguments"
 local budgets = require "kvlab.policy.budget"
@@ -217,7 +217,7 @@ end
 ---@class kvlab.Policy
 local Policy = {}
 
--- Of a policy that only evicts: its attention reads all that is held.
+-- The selection of a policy that only evicts: attention reads everything that is held.
 local function select_all() return nil end
 
 function Policy.select_blocks(self, ctx)
@@ -304,8 +304,8 @@ function M.recent(n)
   return ffi.new("kvl_budget", -1, 0, 0, 0, n)
 end
 
---- How many of n blocks a budget allows. Of a budget that differs among layers or heads,
--- this is the number of the head of a layer that has most.
+--- How many of n blocks a budget allows. If the budget differs among layers or heads,
+-- this is the largest number of any head of a layer.
 ---@param layer? integer  of a budget that differs
 function M.budget_blocks(budget, n, layer)
   options.argument("budget_blocks", "budget", budget, budgets.kind)
@@ -353,8 +353,8 @@ function M.uncounted(self)
 end
 
 --- Says why a result of a policy cannot be compared with other results: what it read is
--- not counted, or it is not that of the budget, because different budgets read the same.
--- nil if it can. An experiment gives it to its rows as the metric `note`.
+-- not counted, or its budget has no effect, because different budgets read the same. nil
+-- if it can be compared. An experiment gives it to its rows as the metric `note`.
 ---@param self kvlab.Policy
 ---@param n integer   blocks of the sequence
 ---@param block_size integer  tokens
@@ -510,15 +510,15 @@ function M.again(self)
   return made.make(made.given)
 end
 
---- What a policy's attention is more than that over what it selects; nil if nothing.
+--- What a policy's attention does besides attending over the selection; nil if nothing.
 local function beside_list(self)
   return (self.compute_decode ~= Policy.compute_decode
     or self.compute_prefill ~= Policy.compute_prefill) and "a dataflow of its own"
     or self.expressions.attention and "a bias, a mask, a log_weight or emit" or nil
 end
 
---- Why a policy's attention in decode is more than that over the blocks that it selects;
--- nil if it is not.
+--- Why a policy's attention in decode is more than attention over the blocks that it
+-- selects; nil if it is not.
 ---@param self kvlab.Policy
 ---@return string|nil
 function M.beside_selection(self)
@@ -641,7 +641,8 @@ local function open_finished(name)
 end
 
 --- Whether a policy takes part in a phase: it selects in prefill or in decode; evict: it
--- evicts tokens for good. One that evicts counts as no other, as it needs other tables.
+-- evicts tokens for good. A policy that evicts takes part in neither, because it needs
+-- other tables.
 local function has_phase(made, phase)
   if made.evict or phase == "evict" then return made.evict and phase == "evict" end
   return made[phase]
@@ -755,8 +756,9 @@ function M.nest(outer, name, given)
   return put_inside(outer, name, inner)
 end
 
---- Makes the policy `name`, which says in place of `outer` what is held. `outer` may
--- select among that. It gets the evict of the other. Call this in init.
+--- Makes the policy `name`, which decides what is held, in place of `outer`. `outer` gets
+-- the function evict of that policy, and may select among what is held. Call this in
+-- init.
 ---@param outer table    its definition has evict; and prompt_only, if it selects
 ---@param name string    a policy with evict; and with prompt_only, if `outer` selects
 ---@param given? table   its options, the budget of what is held among them

@@ -1,10 +1,12 @@
---- The newest queries of a prompt, for policies that ask at its end what they looked at.
+--- Stores the newest queries of a prompt, for policies that compute the attention of
+-- these queries at the end of the prompt.
 --
 --   init               = function(self, shape) self.queries = kv.queries(shape, 32) end,
 --   attention_finished = function(self, ctx) self.queries:keep(ctx) end,
 --   evict              = … ctx:attention_weights(self.queries:of(ctx, i), layer, i, n)
 --
--- A prompt that goes on after its end, as a chat's next turn does, counts as another one.
+-- If a prompt continues after its end, as with the next message of a chat, this counts as
+-- a new prompt.
 local arguments = require "kvlab.arguments"
 local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
@@ -26,7 +28,7 @@ function M.queries(shape, most)
   return self
 end
 
---- seq.state[self]: the queries by layer; is_over: of which layers the prompt is over.
+--- seq.state[self]: the queries by layer; is_over: in which layers the prompt is over.
 local function keep(self, ctx, seq, i, first, count)
   local kept = seq.state[self] or { is_over = {} }
   local old = not kept.is_over[ctx.layer] and kept[ctx.layer] or nil
@@ -35,12 +37,12 @@ local function keep(self, ctx, seq, i, first, count)
   seq.state[self] = kept
 end
 
---- Keeps those of the context's layer. In a decode step it does nothing.
+--- Stores the queries of the context's layer. In a decode step it does nothing.
 function Queries:keep(ctx)
   if ctx.is_prefill then ctx:each_sequence(keep, self) end
 end
 
---- Those of sequence i (from 0) of the context's step and layer.
+--- The stored queries of sequence i (from 0) of the context's step and layer.
 ---@return kvlab.Tensor  [at most `most`, heads, head_dim]
 function Queries:of(ctx, i)
   local seq = ctx.sequences and ctx.sequences[i + 1]

@@ -1,9 +1,9 @@
 --- Counts the bytes that decode steps read, the tokens that they hold, and the bytes that
--- they move. Read are the K and V that attention reads, in all branches of a policy's
--- dataflow, and what policies read to select. kvlab's own objects count themselves where
--- they are read: summaries, hashes, landmarks, compressed KV, tallies, expressions and
--- keys. A policy adds what it reads of tensors of its own (own_bytes). So it can add to
--- the count, and can leave nothing out of it.
+-- they move. The bytes read are the K and V that attention reads, in all branches of a
+-- policy's dataflow, and what policies read to select. kvlab's own objects count
+-- themselves when they are read: summaries, hashes, landmarks, compressed KV, tallies,
+-- expressions and keys. A policy adds what it reads of tensors of its own (own_bytes). So
+-- a policy can add to the count, but leave nothing out of it.
 --
 -- Bytes that two kernels read count twice, with one exception: if all keys (or values)
 -- were read to score the blocks of a layer, attention does not count those of the
@@ -12,16 +12,16 @@
 -- again. An open block counts as a whole block.
 --
 -- The reads of policies are counted in every decode step, without waiting for the device.
--- Those of attention are counted only while an observer is attached, because the host has
--- to read the selections for that.
+-- The reads of attention are counted only while an observer is attached, because the host
+-- has to read the selections for that.
 --
--- What is held and moved is counted in the same observed steps, too. Held are the tokens
--- of the sequences' tables, in each layer and KV head, with the step's new ones. Moved
--- are the bytes that cross the link or are copied (Cache:stats) from Attention:begin to
--- the end of the last layer, and what scores read of K and V in host memory. So a
--- prompt's eviction and the copies that a fork needs are not in it: they come before a
--- step. What dense attention reads and holds in the same steps, K and V of the whole
--- texts, is the denominator of all three shares.
+-- What is held and moved is also counted in the observed steps. The held tokens are those
+-- of the sequences' tables, in each layer and KV head, including the step's new tokens.
+-- The moved bytes are those that cross the link or are copied (Cache:stats) from
+-- Attention:begin to the end of the last layer, and the K and V in host memory that
+-- scores read. A prompt's eviction and the copies that a fork needs are not included,
+-- because they come before a step. The denominator of all three shares is what dense
+-- attention reads and holds in the same steps: K and V of the whole texts.
 --
 -- Steps of drafts are counted only if has_drafts is set: they add to what a policy reads
 -- for an answer, but not to the steps that dense attention would take for it.
@@ -60,8 +60,8 @@ function M.new(shape, cache)
     has_keys = false, has_values = false, owned = {} }, Reads)
 end
 
---- The blocks of the texts of a step's sequences, over KV heads, which dense attention
--- reads where nothing was evicted.
+--- The blocks of the texts of a step's sequences, summed over KV heads; dense attention
+-- would read them if nothing were evicted.
 local function blocks_of_text(self, ctx)
   local blocks, seqs = 0, ctx.sequences
   for i = 1, #seqs do blocks = blocks + math.ceil(seqs[i]:length() / ctx.block_size) end
@@ -76,7 +76,8 @@ local function blocks_held(ctx, i)
   return ctx.sequences[i]:blocks()
 end
 
---- The blocks that a step's sequences hold, of those that select now, over KV heads.
+--- The blocks that the step's sequences hold, summed over KV heads; only of sequences
+-- that select now.
 local function blocks_of(self, ctx)
   local blocks, asked = 0, ctx.asked
   for i = 1, #ctx.sequences do
@@ -113,7 +114,7 @@ local function end_observed(self, ctx)
   end
 end
 
---- Ends a layer, which has what was counted since the layer before.
+--- Ends a layer: what was counted since the end of the previous layer belongs to it.
 ---@param is_observed boolean  an observer was attached
 function Reads:end_layer(ctx, is_observed)
   local all = blocks_of_text(self, ctx)
@@ -171,7 +172,7 @@ function Reads:values(ctx)
   self.has_values = true
 end
 
---- Counts what a policy says that it reads of its own, once a layer.
+--- Counts the bytes of its own tensors that a policy declares (own_bytes), once a layer.
 function Reads:own(p, ctx)
   if self.owned[p] then return end
   self.owned[p] = true

@@ -3,10 +3,11 @@ local hint = require("kvlab.words").hint
 local sorted = require "kvlab.sorted"
 
 --- Reads the file of a module again, such as a policy that was just edited. From then on
--- `require` and `kv.policy` give the new module. What was made before keeps the old code:
--- an attached policy goes on unchanged, with its summaries, until another one is opened
--- and attached in its place. If the file has an error, the old module stays and the error
--- is raised. Modules that declare C types (most of kvlab.*) cannot be read twice.
+-- `require` and `kv.policy` give the new module. Objects that were made before keep the
+-- old code: an attached policy stays unchanged, with its summaries, until a new one is
+-- opened and attached in its place. If the file has an error, the old module stays and
+-- the error is raised. Modules that declare C types (most of kvlab.*) cannot be read
+-- twice.
 ---@param name string  as for require: "policies.quest"
 ---@return any         # what the module returns
 return function(name)

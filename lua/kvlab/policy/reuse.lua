@@ -1,5 +1,6 @@
---- One selection for all tokens of a draft: the draft's policy selects in its first step,
--- and the later steps read the same blocks and the newest ones, without its scores.
+--- One selection for all tokens of a draft: the draft's policy selects in the draft's
+-- first step, and the later steps read the same blocks and the newest ones, without
+-- computing scores.
 local options = require "kvlab.options"
 local policy = require "kvlab.policy.policy"
 local tensor = require "kvlab.tensor.arithmetic"
@@ -14,8 +15,8 @@ local M = {}
 local Reuse = {}
 Reuse.__index = Reuse
 
---- Raises for a policy whose attention is more than that over a selection of blocks, and
--- for one that reads a selection again by itself.
+--- Raises for a policy whose attention is more than attention over a selection of blocks,
+-- and for one that already reads selections again (reuse_layers, reuse_steps).
 ---@param p table
 ---@return table
 function M.expect_policy(p)
@@ -29,8 +30,8 @@ end
 ---@return kvlab.Reuse
 function M.new() return setmetatable({ lists = {} }, Reuse) end
 
---- What a step of a draft does: the first one selects, and a later one with the same
--- sequences reads what the first one selected. nil: it selects for itself.
+--- What a step of a draft does: the first step selects, and a later step with the same
+-- sequences reads that selection. nil: the step makes its own selection.
 ---@param step integer   of the draft
 ---@param limit integer  the most blocks that its tokens can lie in
 ---@return string|nil  first, again
@@ -68,8 +69,8 @@ local function next_blocks(self, ctx, heads)
   return next
 end
 
---- Writes a selection, and behind its `counts` blocks those that the draft may begin. A
--- later step ignores those of them that it has not begun.
+--- Writes a selection, followed by the blocks that the draft may begin. A step ignores
+-- blocks that it has not begun yet.
 local function write_list(self, ctx, list, selection, counts)
   local heads, n, more = selection:size(1), selection:size(2), self.more
   if more == 0 then
@@ -89,7 +90,7 @@ local function write_list(self, ctx, list, selection, counts)
     :scatter_(columns, next_blocks(self, ctx, heads):reshape { rows, more })
 end
 
---- In place of the policy's compute_decode in the first step.
+--- Replaces the policy's compute_decode in the first step.
 function Reuse:first(p, attention, ctx, out)
   local selection, counts = p:select_blocks(ctx)
   local list = false

@@ -1,10 +1,11 @@
---- Draws blocks by chances that a policy gives, and weighs them so that sums over the
+--- Draws blocks by chances that a policy gives, and weights them so that sums over the
 -- drawn blocks are right on average (priority sampling). For each block that is not
--- certain, r is drawn uniformly from (0, 1]; the blocks with the largest chance / r are
--- taken. Each counts 1 / min(1, chance / t) times, where t is the largest chance / r that
--- was left out. The budget is used exactly. Sink and recent are certain and count once,
--- as does the newest block, because summaries may not know an open block; in a decode
--- step of several tokens, as many of the newest blocks as a sequence's tokens lie in.
+-- always taken, r is drawn uniformly from (0, 1]; the blocks with the largest chance / r
+-- are taken. Each counts 1 / min(1, chance / t) times, where t is the largest chance / r
+-- among the blocks that were left out. The budget is used exactly. Sink and recent are
+-- always taken and count once. So is the newest block, because summaries may not cover an
+-- open block; in a decode step of several tokens, so are all of the newest blocks in
+-- which a sequence's tokens lie.
 --
 --   init = function(self, shape) self.sampling = kv.sampling(shape, self.seed) end,
 --   select_blocks = function(self, ctx)
@@ -60,7 +61,7 @@ function Sampling:draw(ctx, chance, budget)
   chance:add(ctx:mark((ctx:select(chance, ends))):mul(CERTAIN, weights), chance)
   chance:div(b.draws[ctx.layer], priority)
   local selection, counts = ctx:select(priority, budget)
-  -- minus the largest priority that was left out; 0 if none was left out
+  -- minus the largest priority of a block that was left out; 0 if none was
   ctx:mark(selection):sub(1, weights):mul(priority, weights):min(2, b.left)
   b.left:neg(b.left):log(b.left)
   chance:maximum(NEVER, chance):log(weights)

@@ -1,6 +1,5 @@
 --- Splits: how a budget is divided among layers, or among the KV heads of a layer. A
--- split is a file in a folder called splits, as a policy is one in policies
--- (kvlab.named).
+-- split is a file in a folder called splits (kvlab.named).
 --
 --   kv.policy("quest", { ratio = 0.1, split = "pyramid" })
 --   kv.policy("quest", { ratio = 0.1, split = kv.split("adaptive", { floor = 0.5 })
@@ -17,20 +16,20 @@
 --                                          beside those of min_blocks, sink and recent
 --     heads(self, ctx, scores, even, budget)
 --                                          whenever the policy selects: how many blocks
---                                          each list may have, i32 [seqs, kv_heads]. The
---                                          scores are f32 [seqs, kv_heads, width] and the
---                                          policy's, even is what each list would have
---                                          undivided, i32 [seqs, kv_heads], and budget
---                                          the layer's kvl_budget, whose min_blocks, sink
---                                          and recent each list has in any case. All are
---                                          read only
+--                                          each list may have, i32 [seqs, kv_heads].
+--                                          scores: those of the policy, f32 [seqs,
+--                                          kv_heads, width]. even: how many each list
+--                                          would have without the split, i32 [seqs,
+--                                          kv_heads]. budget: the layer's kvl_budget;
+--                                          each list has its min_blocks, sink and recent
+--                                          in any case. All are read only
 --     helper(self, …) }                    functions of its own, under other names
 --
 -- A split has layers, heads or both. What heads returns stays on the device, so no step
--- waits for it. No list gets more than all lists of the layer together would undivided,
--- which is how wide the selection is. Where the host can read the numbers without
--- waiting, on the CPU, it refuses those that are negative or have a larger sum than
--- `even`; on a GPU it does with --check.
+-- waits for it. No list gets more than the sum of `even` over the layer, because this is
+-- the width of the selection. Negative numbers, and numbers with a larger sum than
+-- `even`, are refused on the CPU, where the host can read them without waiting, and on a
+-- GPU with --check.
 local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local files = require "kvlab.files"
@@ -50,7 +49,8 @@ local Split = {}
 
 local A_SPLIT = options.like("a split, as kv.split makes them", "make", "given")
 
---- The same split with the same options, and nothing that it keeps for an attention.
+--- The same split with the same options, without the state that it keeps for an
+-- attention.
 ---@return kvlab.Split
 function Split:again()
   options.argument("again", "self", self, A_SPLIT)
@@ -143,7 +143,8 @@ local function open(name, given)
   if type(self) ~= "table" or not M.KIND[2](self) then
     options.fail(("%s makes a %s, expected a split"):format(path, type(self)))
   end
-  if files.real(path) ~= files.real(self.files[1] or "") then -- it is one of another file
+  if files.real(path) ~= files.real(self.files[1] or "") then -- it is a split of another
+                                                              -- file
     self.files = { path, unpack(self.files) }
   end
   return self

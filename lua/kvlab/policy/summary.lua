@@ -41,9 +41,9 @@ function M.mean(shape)
     { shape.kv_heads, shape.head_dim }, shape.head_dim)
 end
 
---- For each row of keys k [rows, n, head_dim]: of its first tokens[row] keys, the mean of
--- the `count` that are farthest from their mean (of all, if there are fewer): f32 [rows,
--- head_dim].
+--- For each row of keys k [rows, n, head_dim]: the mean of the `count` keys that are
+-- farthest from the mean of the row's first tokens[row] keys, among these (of all, if
+-- they are fewer): f32 [rows, head_dim].
 local function mean_of_far(k, tokens, count)
   local rows, n, dim, dev = k:size(0), k:size(1), k:size(2), k.device
   local none = tensor.full(dev, "i32", { rows, n }, -1)

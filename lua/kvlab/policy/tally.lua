@@ -3,17 +3,17 @@
 -- head and logical block, or token. A summary belongs to a physical block, and sequences
 -- that share the block share it; a tally belongs to one sequence. A fork begins with a
 -- copy. When a sequence is closed, its row becomes free. Truncating a sequence does not
--- change its numbers. Where tokens are evicted, tallies by token keep the numbers of
--- those that stay, and a new token that takes another one's place begins with `initial`.
+-- change its numbers. Where tokens are evicted, tallies by token keep the numbers of the
+-- tokens that stay, and a new token that replaces another begins with `initial`.
 --
 --   init       = function(self, shape) self.counts = kv.tally(shape) end,
 --   step_begin = function(self, ctx) self.counts:begin(ctx) end,
 --   score      = function(self, ctx) return self.counts:load(ctx) end,
 --
 -- A graph keeps the memory that the tally had at its recording. A tally has rows for 16
--- sequences at first, or as many as a step may have, one for each KV head where tables
--- are by head. Where there are more, it gets twice as many; shape.growths counts that,
--- and an engine records its graphs again.
+-- sequences at first, or for as many as a step may have; where tables are by head, each
+-- KV head has a row. When these are not enough, the number of rows is doubled;
+-- shape.growths counts this, and an engine records its graphs again.
 local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local kinds = require "kvlab.tensor.kinds"
@@ -151,17 +151,17 @@ local function new_store(self, views)
   return entry
 end
 
---- Gives an entry what a step of `rows` rows needs.
+--- Makes the tensors of an entry large enough for a step of `rows` rows.
 local function add_rows(entry, rows)
   local cells_row = entry.values.count / rows
   local after = tensor.tensor(entry.values.device, "f32", { rows, cells_row })
   entry.before_rows = rows_of(entry.values, rows, cells_row)
   entry.after_rows = rows_of(after, rows, cells_row)
-  entry.after = after -- the last, as it says that all is there
+  entry.after = after -- set last, because it says that everything is there
 end
 
---- An entry for what store is about to replace, if that may be taken back or if the rows
--- of a step are added up; nil if not.
+--- An entry for the numbers that store is about to replace, if this may be undone or if
+-- the rows of a step are added up; nil if not.
 ---@return table|nil entry
 ---@return any noted  where it is to be noted
 local function take_entry(self, ctx)
@@ -183,11 +183,11 @@ local function take_entry(self, ctx)
   return entry, noted
 end
 
---- Notes an entry that has what is replaced. In a recorded step, each replay fills the
--- entry, and the engine then notes it in the journal.
+--- Notes an entry with the numbers that are replaced. In a recorded step, each replay
+-- fills the entry, and the engine then notes it in the journal.
 local function note_entry(self, entry, noted)
   if entry.is_recorded then
-    -- The graph keeps writing to an entry that no engine will note.
+    -- The graph keeps writing to this entry, but no engine will note it.
     table.insert(noted or self.unnoted, entry)
   elseif noted then
     entry:replayed()
@@ -210,7 +210,7 @@ function Store:replayed()
   ffi.copy(self.firsts, self.tally.views.host_firsts, 4 * self.views.heads)
 end
 
--- The same numbers in an entry that no replay writes to.
+-- A copy of the entry that no replay writes to.
 function Store:copy()
   local views = self.views
   local entry = table.remove(views.free_stores)
@@ -231,7 +231,7 @@ end
 
 function Store:undo()
   local tally, views = self.tally, self.views
-  tally.placed = nil -- this step's places are overwritten
+  tally.placed = nil -- the cells of this step are overwritten
   check(C.kvl_tensor_write(views.firsts, self.firsts, 4 * views.heads))
   views.firsts:add(views.columns, views.places)
   tally.layers[self.layer]:scatter_(views.places_flat, self.values)
@@ -242,8 +242,8 @@ function Store:take_back(first, _, kept)
     kept > 0 and self.after_rows[first + kept - 1] or self.before_rows[first])
 end
 
---- A sequence's numbers of a layer, which put is about to change; in a step of rows, for
--- one of them.
+--- An entry for a sequence's numbers in a layer, which put is about to change; in a step
+-- of rows, for one row.
 local Put = {}
 Put.__index = Put
 
@@ -262,7 +262,7 @@ function Put:take_back(first, own, kept)
   if at and at >= first + kept and at < first + own then self:undo() end
 end
 
---- The ages of the sequences of a step before and after due changes them.
+--- An entry for the ages of a step's sequences, before and after `due` changes them.
 local Ages = {}
 Ages.__index = Ages
 
@@ -307,7 +307,7 @@ local function make_views(self, ctx)
   return v
 end
 
---- Whether the places are those of the step's sequences.
+--- Whether the cells were found for this step's sequences.
 local function is_placed(self, ctx)
   if not self.placed then return false end
   for i = 0, ctx.seqs - 1 do
@@ -352,8 +352,8 @@ end
 --- Whether x is a tally by token.
 function M.is_by_token(x) return getmetatable(x) == Tally and x.by_token end
 
---- Where this layer's numbers are, for kernels that read them there: the memory, f32 [1,
--- cells], and where each row begins in it, i32 [seqs * heads, 1].
+--- Where this layer's numbers lie, for kernels that read them directly: the memory, f32
+-- [1, cells], and where each row begins in it, i32 [seqs * heads, 1].
 function Tally:memory_of(ctx)
   local numbers = layer_of(self, ctx)
   if ctx.reads and self.own then
@@ -364,7 +364,7 @@ function Tally:memory_of(ctx)
   return numbers, self.views.firsts
 end
 
---- The index of the new tokens in a tally by token, if they took the places of others.
+--- The index of the new tokens in a tally by token, if they replaced other tokens.
 local function fresh_of(self, ctx)
   return self.by_token and ctx.new_tokens and ctx.new_tokens.of_heads[self.heads] or nil
 end
@@ -383,7 +383,7 @@ function Tally:load(ctx) return read(self, ctx, (self:memory_of(ctx))) end
 
 -- ---- steps of several tokens a sequence -----------------------------------------------
 
--- The rows of a sequence (memory/rows.lua) have one row of the tally. self.values has a
+-- The rows of a sequence (memory/rows.lua) share one row of the tally. self.values has a
 -- copy of it for each of them.
 
 --- The views of the rows that steps of several tokens need in addition to make_views.
@@ -391,12 +391,13 @@ local function add_row_views(ctx, v)
   local cells_row = v.values.count / ctx.seqs
   v.row_places = rows_of(v.places, ctx.seqs, cells_row)
   v.chosen = tensor.open_like(v.values)
-  v.rows = rows_of(v.values, ctx.seqs, cells_row) -- the last: it says that all is there
+  v.rows = rows_of(v.values, ctx.seqs, cells_row) -- set last, because it says that
+                                                  -- everything is there
 end
 
---- Makes the values of each row those after it, keeps them in the entry, and gives all
--- rows of a sequence the last ones, which store then writes. is_sum: the values of a row
--- are the numbers that load read with what this row alone adds to them.
+--- Computes the values after each row, stores them in the entry, and gives all rows of a
+-- sequence the values after its last row, which store then writes. is_sum: the values of
+-- a row are the numbers that load read, plus what this row alone adds.
 local function join_rows(self, ctx, entry, is_sum)
   local v, step = self.views, ctx.batch
   if not v.rows then tensor.lasting(add_row_views, ctx, v) end
@@ -429,8 +430,8 @@ local function update(self, ctx, values, is_add)
   if ctx.new_tokens then self.admitted[ctx.layer] = ctx.step end
 end
 
---- Gives tokens that took the places of others the initial number, unless the layer's
--- numbers were stored in this step since the tokens have their places.
+--- Gives tokens that replaced others the initial number, unless the layer's numbers were
+-- stored in this step after the tokens got their places.
 function Tally:admit(ctx)
   layer_of(self, ctx)
   if self.admitted[ctx.layer] == ctx.step then return end
@@ -441,7 +442,8 @@ function Tally:admit(ctx)
 end
 
 --- Makes this layer's numbers `values` (self.values). In a step of several tokens a
--- sequence, what each of them adds to the numbers that load read is added up.
+-- sequence, the differences between each token's values and the numbers that load read
+-- are added up.
 ---@param values? kvlab.Tensor  f32 [seqs, heads, width]
 function Tally:store(ctx, values)
   local numbers = layer_of(self, ctx)
@@ -467,9 +469,8 @@ function Tally:count(ctx, more)
 end
 
 --- Finds which sequences of a step are due: at their first step, and at every `period`-th
--- step after it. `renew` works for those. Also finds which are not due, but will be in
--- one of the next `ahead` (0) steps; `foresee` works for those. Call it once a step,
--- after begin.
+-- step after it. `renew` works for those. Also finds which will be due in one of the next
+-- `ahead` (0) steps; `foresee` works for these. Call it once a step, after begin.
 ---@return integer due
 function Tally:due(ctx, period, ahead)
   self.due_count, self.soon_count = 0, 0
@@ -503,13 +504,14 @@ local function mix(self, ctx, is_chosen, count, make, owner)
       self.values:index(i):copy_(made:index(i))
     elseif ctx.is_rows and i > 0 and ctx.sequences[i].base == ctx.sequences[i + 1].base
     then
-      self.values:index(i):copy_(self.values:index(i - 1)) -- what the row before kept
+      self.values:index(i):copy_(self.values:index(i - 1)) -- the values of the previous
+                                                           -- row
     end
   end
   return self.values
 end
 
---- Keeps self.values, which are those after each row. Returns them.
+--- Stores self.values, the values after each row. Returns them.
 local function keep_values(self, ctx)
   if not ctx.is_rows then
     self:store(ctx)
@@ -537,8 +539,9 @@ local function choose(self, made, from)
     :gather_rows(from, self.values:reshape { rows, cells_row })
 end
 
---- The same where the device knows which values are new: row i keeps those of row from[i]
--- of `made`, or, for seqs + j, what row j has kept so far. A graph can record it.
+--- The same if only the device knows which values are new: row i stores the values of row
+-- from[i] of `made` or, if from[i] is seqs + j, the present values of row j. A graph can
+-- record it.
 ---@param made kvlab.Tensor  f32 [seqs, heads, width]
 ---@param from kvlab.Tensor  i32 [seqs]
 function Tally:choose(ctx, made, from)
@@ -580,7 +583,8 @@ function Tally:put(seq, layer, values, add)
   tensor.scope(put, self, seq, layer, values, add)
 end
 
---- Of a layer's tokens of a sequence only kept[i] stay, as token i: moves their numbers.
+--- Of a sequence's tokens in a layer, only the tokens kept[i] stay, and become token i:
+-- moves their numbers.
 ---@param kept kvlab.Tensor  i32 [1 or heads, n]; -1: none
 function Tally:keep(seq, layer, kept)
   local width, n = self.row_cells / self.heads, kept:size(1)

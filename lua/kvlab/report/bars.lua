@@ -1,6 +1,7 @@
 --- Writes the gnuplot script of bars; plot.lua describes them. A bar lies beside its
 -- name, with its number at its end, so a reader needs no legend. Panels have their own
--- scales, which all begin at 0. What is no policy of lua/policies is pale.
+-- scales, which all begin at 0. Bars of anything but the policies of lua/policies are
+-- pale.
 local gnuplot = require "kvlab.report.gnuplot"
 local styles = require "kvlab.report.styles"
 local table_text = require "kvlab.report.table"

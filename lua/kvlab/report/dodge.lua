@@ -1,8 +1,8 @@
 --- Moves things apart that would be drawn over each other, as little as possible.
 local M = {}
 
---- Spreads places along a line: they keep their order, and no two are nearer than `gap`.
--- Those that have to move stand evenly around the mean of where they were.
+--- Spreads positions along a line: they keep their order, and no two are nearer than
+-- `gap`. Positions that have to move are spread evenly around their former mean.
 ---@param places number[]  ascending
 ---@param gap number
 ---@return number[]
@@ -51,8 +51,8 @@ end
 ---@field low number   its ends across the axis
 ---@field high number
 
---- Moves bars along the axis until no two that overlap are nearer than `gap`. Bars at one
--- place keep the order of the list. Bars that overlap no other stay.
+--- Moves bars along the axis until no two that overlap are nearer than `gap`. Bars at the
+-- same position keep the order of the list. Bars that overlap no other stay.
 ---@param bars kvlab.dodge.bar[]
 ---@param gap number
 function M.bars(bars, gap)

@@ -1,7 +1,7 @@
---- The Pareto front of points with a cost and a worth: those that no other point beats.
--- One point beats another if it costs no more and is worth no less, and is better in one
--- of the two. So of equal points, all or none are on the front; of points that are worth
--- the same, only the cheapest are.
+--- The Pareto front of points with a cost and a worth: the points that no other point
+-- beats. A point beats another if it costs no more and is worth no less, and is better in
+-- one of the two. So equal points are all on the front or all off it; among points of the
+-- same worth, only the cheapest can be on it.
 local is_finite = require("kvlab.number").is_finite
 
 local M = {}

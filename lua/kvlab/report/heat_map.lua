@@ -2,9 +2,10 @@
 -- gnuplot script. All panels of a map have the same rows, columns and colours, so that
 -- they can be compared.
 --
--- In a picture, cells are rectangles and no image, since viewers blur images when they
--- enlarge them. Neighbours of one colour become one rectangle. A map that has more cells
--- than a picture can show has means of them, and its title says so.
+-- In a picture, cells are rectangles and not an image, since viewers blur images when
+-- they enlarge them. Neighbours of one colour become one rectangle. If a map has more
+-- cells than a picture can show, the picture shows means of several cells, and its title
+-- says so.
 local gnuplot = require "kvlab.report.gnuplot"
 local is_finite = require("kvlab.number").is_finite
 local text_table = require "kvlab.report.table"
@@ -93,7 +94,7 @@ local function fit(p, rows_most, columns_most)
            low = low, high = high }
 end
 
---- Says how many numbers a cell is the mean of; nothing for one.
+--- Text that says how many numbers a cell is the mean of; empty for one.
 local function mean_of(cells)
   return cells.down * cells.across > 1
     and (", means of %d x %d numbers"):format(cells.down, cells.across) or ""
@@ -170,8 +171,8 @@ local function make_layout(p, rows, columns)
   return l
 end
 
---- The tics along an axis of n cells: the names, or else numbers at round places; only as
--- many as have room.
+--- The tics along an axis of n cells: the names, or else round numbers; only as many as
+-- have room.
 local function axis_tics(names, n, pixels, is_down)
   local list, written = {}, {}
   if names then
@@ -227,8 +228,8 @@ local function merge(cells, rows, columns, low, high)
 end
 
 --- Adds the rectangles of a panel as a data block; they are sorted by colour, so that
--- plot.svg can join those of one colour. Each goes a little below its neighbours to the
--- right and down, because a viewer would show the page between two edges.
+-- plot.svg can join those of one colour. Each extends a little under its neighbours to
+-- the right and below, because otherwise a viewer would show the page between two edges.
 local function add_cells(out, name, p, panel, cells, boxes)
   out[#out + 1] = "$" .. name .. " << EOD"
   local low, high = cells.low, cells.high

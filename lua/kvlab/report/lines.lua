@@ -11,7 +11,8 @@ local tics = require "kvlab.report.tics"
 local M = {}
 
 local quote, LETTER = gnuplot.quote, gnuplot.LETTER
-local LIMIT = "#707070" -- a limit is dashed, without markers; no series has this grey
+local LIMIT = "#707070" -- a limit is dashed, without markers, in a grey that no series
+                        -- has
 
 local OTHERS = "#c8c8c8"
 

@@ -8,8 +8,8 @@ local SERIES_MAX = 8 -- with a legend
 M.PANEL = { width = 168, height = 110 } -- in pixels, as the room around each panel
 local ROOM = { between = 18, top = 30, bottom = 12, heading = 24, left = 72, below = 66 }
 
---- Whether a series has a single point while another, which is no limit, has more. It is
--- then drawn as a level line.
+--- Whether a series has a single point while another series (not a limit) has more. The
+-- series is then drawn as a level line.
 ---@param p kvlab.plot
 ---@param panel {series: table<string, number[][]>}
 ---@param points number[][]|nil
@@ -22,7 +22,7 @@ function M.is_level(p, panel, points)
   return points and #points == 1 and longest > 1
 end
 
---- The series that are no limits, and in some panel more than a level.
+--- The series that are no limits and that have several points in some panel.
 local function lines_of(p)
   local list = {}
   for _, name in ipairs(p.names) do

@@ -10,7 +10,7 @@
 --   print(plot.text(p))                   -- for a terminal
 --
 -- logx and logy ask for logarithmic axes; an axis with values of 0 or less stays linear.
--- Tics along x are the values themselves. If they are powers of two on a logarithmic
+-- Tics along x are the values themselves. If these are powers of two on a logarithmic
 -- axis, they are written 16, 64, 256, 1K, 4K, in equal steps; xpow2 = true does the same
 -- for any other numbers, xpow2 = false turns it off. Tics along y are round numbers:
 -- 0.25, 1200, 250k, 1.5G.
@@ -41,7 +41,7 @@ local timeline = require "kvlab.report.timeline"
 
 local M = {}
 
---- The program that draws; specs replace it by another.
+--- The program that draws; specs replace it with another.
 M.gnuplot = "gnuplot"
 
 --- The position of every value on the x axis. If all values are numbers, each stands at

@@ -3,9 +3,9 @@
 --
 -- The policies of lua/policies are in the table below. No two of them share colour and
 -- marker, and those that are compared most often have a colour of their own. Any other
--- policy is drawn with pentagons, which none of the table has. Its name decides their
--- colour and dash; only if two such names of one picture fall on the same, the later in
--- the alphabet takes the next.
+-- policy is drawn with pentagons, which no policy of the table has. Its name decides the
+-- colour and the dash. If two such names in one picture get the same style, the later one
+-- in the alphabet takes the next style.
 local M = {}
 
 local BLACK, GREY = "#000000", "#8c8c8c"
@@ -49,8 +49,8 @@ local POLICIES = {
   duo = style(ORANGE, 8, DOTTED),
 }
 
--- If series that are no policies are more than the colours, the colours repeat with other
--- lines and markers: filled, then hollow, then crosses.
+-- If there are more series (other than policies) than colours, the colours repeat with
+-- other lines and markers: filled, then hollow, then crosses.
 local ROUNDS = {
   { dash = SOLID, markers = { 7, 5, 9, 13, 11, 15, 7 } },
   { dash = DASHED, markers = { 6, 4, 8, 12, 10, 14, 6 } },
@@ -86,8 +86,8 @@ local function of_strangers(names)
   return styles
 end
 
---- Returns the style of each series by its name: of policies by what they are called, of
--- other series by their order.
+--- Returns the style of each series by its name: for policies by their name, for other
+-- series by their order.
 ---@param names string[]
 ---@param are_policies? boolean
 ---@return table<string, kvlab.style>

@@ -194,8 +194,9 @@ function M.note_of(row)
   return row.metrics.note
 end
 
---- The interval of a row's metric: both ends, or nothing. Repeats give it; without them,
--- an experiment gives that of score as its metrics score_low and score_high.
+--- The interval of a row's metric: both ends, or nothing. It comes from repeats; without
+-- them, an experiment gives the interval of `score` as the metrics score_low and
+-- score_high.
 ---@return number|nil low, number|nil high
 function M.interval_of(row, name)
   local m = row.metrics
@@ -205,7 +206,8 @@ function M.interval_of(row, name)
 end
 
 --- A row's metric, with its interval if it has one, the metric beside it, and its mark.
--- An interval within rounding error is left out: all repeats gave the same value.
+-- An interval as small as rounding errors is left out, because all repeats gave the same
+-- value.
 local function metric_cell(row, name, beside_name)
   local mean, low, high = row.metrics[name], M.interval_of(row, name)
   local mark = M.note_of(row)
@@ -294,10 +296,10 @@ M.FRONT = { front = options.required(options.string), axes = STRINGS,
             over = options.required(options.string), where = options.table,
             caption = options.string, format = FORMAT }
 
---- Makes a table of the rows on a Pareto front: those that no other row beats, which has
--- no more of the metric `over` and no less of the metric `front`, and is better in one of
--- the two. Marked rows take no part, nor do rows where one of the two is not a finite
--- number.
+--- Makes a table of the rows on a Pareto front: those that no other row beats. A row
+-- beats another if it has no more of the metric `over` and no less of the metric `front`,
+-- and is better in one of the two. Marked rows take no part, nor do rows where one of the
+-- two is not a finite number.
 ---@param rows table[]
 ---@param opts {front: string, over: string, axes?: string[], where?: table,
 ---  caption?: string, format?: string}  axes: the parts of a configuration to show

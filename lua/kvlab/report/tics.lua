@@ -5,7 +5,7 @@ local M = {}
 ---@field [1] number  where it stands
 ---@field [2] string  how it is written
 
---- Keeps every `stride`th tic, except those that would touch the one before. The second
+--- Keeps every `stride`th tic, except tics that would touch the previous one. The second
 -- result says whether all of them were kept.
 local function thin(list, share, letters, stride)
   local kept, taken, is_whole = {}, -math.huge, true
@@ -81,7 +81,7 @@ end
 
 --- Round numbers from low to high. high must be greater than low, and on a logarithmic
 -- axis low must be above 0. A logarithmic axis with room for fewer than three tics gets
--- those of a linear axis.
+-- the tics of a linear axis.
 ---@param low number
 ---@param high number
 ---@param is_log? boolean

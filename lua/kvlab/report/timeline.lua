@@ -20,7 +20,7 @@ local tics = require "kvlab.report.tics"
 
 local M = {}
 
--- In this order in the colours, in the legend and in the rows.
+-- The order of kinds in the colours, in the legend and in the rows.
 local KINDS = { "compute", "load", "offload" }
 local RANK = { compute = 1, load = 2, offload = 3 }
 

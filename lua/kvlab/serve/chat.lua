@@ -1,7 +1,8 @@
 --- A conversation on the terminal. Each answer continues the conversation so far. The
 -- server keeps the conversation's blocks, so each turn reads only the new tokens. Where
--- the cache has tables by layer or head, the request of a turn goes on from what the one
--- before it holds; under a policy that evicts, that is what it has not evicted.
+-- the cache has tables by layer or head, the request of a turn continues from the tokens
+-- that the previous request holds; under a policy that evicts, these are the tokens that
+-- were not evicted.
 local C = require("kvlab.library").C
 local chat = require "kvlab.text.chat"
 local generate = require "kvlab.serve.generate"
@@ -43,8 +44,8 @@ local function read_line()
   return (io.read "*l")
 end
 
---- How many ids have the same bytes as `tokens` have; nil if none has. The first `prompt`
--- of both must be equal.
+--- How many of the first ids have the same bytes as `tokens`; nil if no number of them
+-- has. The first `prompt` of both must be equal.
 local function covered(tokenizer, tokens, prompt, ids)
   for i = 1, prompt do if ids[i] ~= tokens[i] then return nil end end
   local said, text = {}, ""
@@ -59,9 +60,9 @@ local function covered(tokenizer, tokens, prompt, ids)
   end
 end
 
---- The ids of a conversation, beginning with the very tokens of the request `held`, if it
--- goes on from them: what it says is then not tokenized again, which might give others.
--- The request is nil if it does not.
+--- The ids of a conversation. If it continues from the tokens of the request `held`, the
+-- ids begin with exactly these tokens; their text is not tokenized again, because this
+-- might give other tokens. If it does not, the request that is returned is nil.
 local function continued(tokenizer, held, ids)
   local tokens = held and { unpack(held.tokens, 1, held.num_tokens) }
   while tokens and #tokens >= held.seq:length() do -- without what ends an answer, too
@@ -75,7 +76,8 @@ local function continued(tokenizer, held, ids)
   return ids, nil
 end
 
---- Answers ids. The talk holds what the answer has computed, as far as it came.
+--- Answers ids. The conversation holds what the answer has computed, even if the answer
+-- was cut off.
 local function generated(talk, ids, o)
   local server, last = talk.server, talk.job
   if not talk.holds then return generate.generate(server, ids, o) end

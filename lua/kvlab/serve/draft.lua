@@ -1,7 +1,7 @@
 --- Speculative decoding. A draft is a guess of the next tokens. One decode step computes
--- the newest token and the whole draft (engine:verify), and the tokens are accepted up to
--- the first one that the model would not have said there; the rest is taken back. So a
--- step gives one token or more, and they are those of decoding without drafts. There are
+-- the newest token and the whole draft (engine:verify). The tokens are accepted up to the
+-- first one that the model would not have said there; the rest is taken back. So a step
+-- gives one token or more, and these are the tokens of decoding without drafts. There are
 -- two ways to make drafts:
 --
 -- * From the text itself (prompt lookup): the last few tokens are searched in the text so
@@ -51,8 +51,8 @@ local function shown(value)
   return table.concat(list, ",")
 end
 
---- The policy of a draft, not attached to anything; and what is the same for the same
--- policy and options. Raises for one that can make no drafts.
+--- Returns the policy of a draft, not attached to anything, and a key that is equal for
+-- equal policies and options. Raises for a policy that can make no drafts.
 local function policy_of(o)
   local policy, rest = o.policy, of_policy(o)
   if rest.ngram ~= nil then
@@ -75,10 +75,10 @@ local function policy_of(o)
     table.concat(parts, " ")
 end
 
---- The options of a draft: those of the way in which it is made.
+--- The options of a draft, which depend on how it is made: by a policy or from the text.
 local function fields_of(o)
   local known = {}
-  if o.policy == nil then -- its name is told where another one is wrong
+  if o.policy == nil then -- errors about other options name it
     for name, kind in pairs(BY_TEXT) do known[name] = kind end
     known.policy = BY_POLICY.policy
     return known
@@ -94,9 +94,9 @@ end
 --- The kind of the option `draft`; false: none.
 -- { ngram = 3, tokens = 8 }: from the text; ngram: how many of the last tokens are
 -- searched; tokens: the most tokens of a draft.
--- { policy = "quest", ratio = 0.05, tokens = 4 }: by a policy, or one of this name with
--- the options that stand beside it; tokens: of a draft, so the policy's own budget is a
--- ratio or blocks.
+-- { policy = "quest", ratio = 0.05, tokens = 4 }: by a policy, given as it is or by name
+-- with its options beside it; tokens: of a draft, so the policy's own budget is a ratio
+-- or blocks.
 -- tokens = "auto": by what was accepted so far. reuse = true: one selection for all
 -- tokens of a draft.
 M.KIND = options.nested(fields_of)
@@ -144,14 +144,15 @@ end
 
 -- ---- how long -------------------------------------------------------------------------
 
--- What a drafted token costs, as a part of the step that verifies the draft: one of a
--- policy at a long context, and one more row of that step.
+-- What a drafted token costs, as a part of the step that verifies the draft: for a token
+-- of a policy at a long context, and for a token from the text, which is one more row of
+-- that step.
 local COST = { policy = 0.3, text = 0.05 }
 local PRIOR, WEIGHT = 0.8, 4 -- the share of right tokens that is expected at first
 
 --- How many tokens the next draft should have: with "auto", the number that gives the
--- most tokens for their cost, if each token is right with the share that was right so far
--- (of the tokens up to the first wrong one).
+-- most tokens for their cost, if each token is right with the probability seen so far
+-- (counting tokens up to the first wrong one).
 ---@param d kvlab.serve.Draft
 ---@return integer
 function M.length(d)
@@ -193,8 +194,8 @@ function M.expect(draft, count)
 end
 
 --- Makes the draft of a request's next step from its text, in draft.ids, of at most
--- `most` tokens; may be empty. A draft that reaches the end of the text goes on with its
--- own tokens, so that something that repeats itself is drafted on and on.
+-- `most` tokens; may be empty. A draft that reaches the end of the text continues with
+-- its own first tokens, so that a repeating text is drafted to any length.
 ---@param draft kvlab.serve.Draft
 ---@param tokens integer[]  the text so far
 ---@param count integer     how many they are
@@ -216,8 +217,8 @@ end
 -- ---- verified -------------------------------------------------------------------------
 
 --- How many tokens of a draft are accepted: all before the first one that is not what the
--- model says there. says[first + i]: what it says after the i-th token of the draft,
--- says[first]: after the newest token of the text.
+-- model says there. says[first + i] is what the model says after the i-th token of the
+-- draft, says[first] what it says after the newest token of the text.
 ---@param ids integer[]
 ---@param says integer[]
 ---@param first integer

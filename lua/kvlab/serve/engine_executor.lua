@@ -1,6 +1,7 @@
 --- The executor of a server with a model. The model's engine computes, the engine's cache
 -- is the memory, blocks come from a kv.store through a prefetcher, and the clock is the
--- machine's. The clock decides when requests get their results, but not which.
+-- machine's. The clock decides when requests get their results, but not what the results
+-- are.
 local draft = require "kvlab.serve.draft"
 local ffi = require "ffi"
 local library = require "kvlab.library"
@@ -78,7 +79,7 @@ local function make_keys(self, r, first, last)
   for i = first, last do r.block_hashes[i] = ffi.string(r.keys + (i - 1), 16) end
 end
 
---- Raises for a request that asks for what needs one table for all layers and heads.
+--- Raises for a request with options that need one table for all layers and heads.
 function EngineExecutor:expect_no_sharing(r, o)
   local name = o.keep_output and "keep_output" or r.watches and "watch"
   if not name then return end
@@ -144,9 +145,9 @@ local function seen_by(self, attention)
   return seen
 end
 
---- A block has been computed: it goes to the store if it is not there yet, and the
--- policies keep what they know of it. A block that the store cannot take is counted, and
--- computed again when it is needed.
+--- Called when a block has been computed: puts it into the store if it is not there yet,
+-- and lets the policies store their summaries of it. A block that the store cannot take
+-- is counted, and computed again when it is needed.
 function EngineExecutor:put(r, i, block)
   seen_by(self, r.attention)[block] = r.block_hashes[i]
   if not self.store then return end
@@ -203,10 +204,9 @@ function EngineExecutor:arrived(_, block)
   for _, seen in pairs(self.seen) do seen[block] = nil end
 end
 
---- The policies begin to serve a request. Before any step reads them, the policies are
--- shown those of its blocks that they did not see being computed: that came from the
--- store,
--- or that a request with another attention computed.
+--- Lets the policies begin to serve a request. The policies are shown those of its blocks
+-- whose computation they did not see, before any step reads them: blocks that came from
+-- the store, or that a request with another attention computed.
 -- If this raises, it may be tried again.
 function EngineExecutor:begin(r)
   local attention, blocks, tokens, keys = r.attention, {}, {}, {}
@@ -298,7 +298,7 @@ local function choose(self, list, logits)
   end
 end
 
--- That the requests of a list are computed, for the journal.
+-- The journal's entry that the requests of a list are computed.
 local Computed = {}
 Computed.__index = Computed
 
@@ -323,8 +323,8 @@ local function ends_prompts(self, list)
   return any and ends or nil
 end
 
---- Takes what a step says after each of its tokens: accepts the right tokens of drafts,
--- and takes back the others.
+--- Processes what the model says after each token of a step: accepts the right tokens of
+-- drafts, and takes back the others.
 ---@param says integer[]  of each row; -1: its logits give no token
 ---@param logprobs table<integer, table>|nil  of rows
 ---@param problems table<integer, string>|nil  of rows whose logits give no token
@@ -358,7 +358,7 @@ local function judge(self, list, says, logprobs, problems)
 end
 
 --- Lets the policies make the drafts of a step, which stay on the device. Returns how
--- many tokens they make for each request; nil if for none.
+-- many tokens they make for each request; nil if there is no draft.
 local function make_drafts(self, list)
   local seqs, counts, tokens, drafted, drafting = {}, {}, {}, {}, {}
   for i, r in ipairs(list) do
@@ -398,7 +398,7 @@ local function mark(self, part)
   self.marks[part]:record(device:stream())
 end
 
---- Gives the requests of a step the times of its parts. The device is done with them.
+--- Gives the requests of a step the times of its parts, which the device has finished.
 local function note_times(self, list)
   local marks = self.marks
   local us = { draft = marks[1]:elapsed_us(marks[2]),
@@ -437,7 +437,8 @@ local function has_draft(list)
   return false
 end
 
---- The blocks that a step begins to fill have other content than was seen in them.
+--- Forgets what was seen in the blocks that a step begins to fill, because their content
+-- changes.
 local function forget_seen(self, list)
   local size = self.memory.block_size
   if self.memory.tables ~= "one" then return end -- nothing is shared

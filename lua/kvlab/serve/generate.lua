@@ -132,8 +132,8 @@ function M.room(engine, count, attention, seq)
   return limit - count + 1, what -- the last token is never read
 end
 
---- How many tokens a prompt may have to come; raises if it asks for more than there is
--- room for.
+--- How many tokens may follow a prompt; raises if it asks for more than there is room
+-- for.
 local function room(engine, count, asked, i, attention, seq)
   local most, what = M.room(engine, count, attention, seq)
   if most < 1 then fail(i, "has %d tokens, but %s", count, what) end
@@ -143,7 +143,7 @@ local function room(engine, count, asked, i, attention, seq)
   return math.min(asked or MAX_TOKENS, most)
 end
 
---- The tokens that end a text by what a tokenizer and a model's config say.
+--- The tokens that end a text, as a tokenizer and a model's config name them.
 ---@param engine table
 ---@param tokenizer kvlab.text.Tokenizer
 ---@return integer[]
@@ -286,7 +286,7 @@ local SERVER = { "a server with one", function(x)
 end }
 
 --- Answers prompts, all of them together. The same request gets the same answer whatever
--- else is in the batch, up to what the rounding of logits changes.
+-- else is in the batch, except where the rounding of logits changes it.
 ---@param to table  a model's engine, or a server with one; a server keeps the prompts'
 --                  blocks for the next call
 ---@param prompts string|table  a prompt or a list of them; each is a text, a list of
@@ -294,15 +294,15 @@ end }
 ---@param o? table  tokenizer (needed for text); max_tokens (128, or what there is room
 --                  for); temperature (0: the likeliest token), top_k (0: all), top_p (1),
 --                  min_p (0), repetition_penalty (1), seed (0); stop: strings that end an
---                  answer; stop_tokens: ids that do, beside the ends of the tokenizer
---                  (eos, eot) and of the model's config (eos_token_id);
---                  ignore_eos: these do not (false); logprobs: keeps the log-probability
---                  of each token and of that many of the likeliest; draft: { ngram = 3,
---                  tokens = 8 } drafts up to 8 tokens by looking up the last 3 in the
---                  text so far, { policy = "quest", ratio = 0.05, tokens = 4 } drafts 4
---                  by a policy, tokens = "auto" as many as have paid so far (draft.lua);
---                  on_text(text, answer): is given the text as it comes, and ends its
---                  answer by returning false
+--                  answer; stop_tokens: ids that end an answer, besides those of the
+--                  tokenizer (eos, eot) and of the model's config (eos_token_id);
+--                  ignore_eos: these do not end it (false); logprobs: keeps the
+--                  log-probability of each token and of that many of the likeliest;
+--                  draft: { ngram = 3, tokens = 8 } drafts up to 8 tokens by looking up
+--                  the last 3 in the text so far, { policy = "quest", ratio = 0.05,
+--                  tokens = 4 } drafts 4 by a policy, tokens = "auto" as many as have
+--                  paid so far (draft.lua); on_text(text, answer): is given the text as
+--                  it comes, and ends its answer by returning false
 ---@return kvlab.Answer|kvlab.Answer[]  one, or a list where prompts is a list
 function M.generate(to, prompts, o)
   o = options.check("generate", o, OPTIONS)

@@ -2,7 +2,7 @@
 -- A queue holds at most max_pending tasks; the task with the lowest priority number goes
 -- first, and equals go in the order of submission. `workers` workers take the tasks and
 -- share the link's bandwidth equally. The first byte of a task takes link_us. The model
--- never looks at a clock: advance(us) does everything that happens until then.
+-- never looks at a clock: advance(us) does everything that happens until that time.
 local M = {}
 
 ---@class kvlab.LinkModel

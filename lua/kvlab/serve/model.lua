@@ -48,7 +48,7 @@ end
 
 -- ---- policies -------------------------------------------------------------------------
 
---- Opens the engine with the options that it had, and with these tables.
+--- Opens an engine with the options of the last one, and with these tables.
 local function open_engine(self, tables)
   local o = {}
   for name, value in pairs(self.engine_options) do o[name] = value end
@@ -60,9 +60,10 @@ local function open_engine(self, tables)
   self.own_attention = self.engine.attention
 end
 
---- The engine for calls with a policy. One that evicts needs tables by head, and others
--- get the tables that the engine was opened with. Where it has other ones, it is opened
--- anew, and its memory is freed once nobody uses the old engine.
+--- The engine for calls with a policy. A policy that evicts needs tables by head; other
+-- policies get the tables that the options ask for. If the present engine has other
+-- tables, a new engine is opened, and the memory of the old one is freed once it is no
+-- longer used.
 ---@param policy? kvlab.Policy  (the engine's)
 ---@return table engine
 function Model:engine_for(policy)

@@ -3,10 +3,9 @@
 --
 -- Under such a policy, all of a prompt is held until its end, and then also the fresh
 -- pages that its eviction copies the best tokens to. Afterwards the old pages are free,
--- and the sequence never holds more than its caps, or than those and its decoded tokens
--- where the policy keeps all of these. A split that divides a budget among heads by their
--- scores is known on the device alone, so its layers count with the most that it can
--- give.
+-- and the sequence never holds more than its caps (plus its decoded tokens, if the policy
+-- keeps all of these). Only the device knows how a split divides a budget among heads by
+-- their scores, so its layers count with the most that it can give.
 local C = require("kvlab.library").C
 
 local M = {}
@@ -16,8 +15,8 @@ local M = {}
 ---@field after integer   most pages afterwards
 ---@field widest integer  most blocks of one table, at any time
 
---- The same of a layer in which a split divides the caps among heads: no more than
--- `total` tokens and the least of each head.
+--- The same for a layer in which a split divides the caps among heads: at most `total`
+-- tokens, plus the least of each head.
 ---@param total integer   tokens that the heads may hold undivided
 ---@param all integer     that one head holds
 ---@param grown integer   tokens that follow in each head
@@ -31,8 +30,8 @@ local function divided(evictor, total, all, grown)
   return pages(0), pages(grown), math.ceil((math.min(all, total + least) + grown) / size)
 end
 
---- Adds the pages of a layer under a policy that evicts: those of the prompt and of what
--- is copied, and those afterwards.
+--- Adds the pages of a layer under a policy that evicts: first the pages of the prompt
+-- and of the copied tokens, then the pages that are held afterwards.
 local function add_layer(pages, evictor, layer, seq, n, more, length)
   local size, total, most, is_over = evictor.cache.block_size, 0, 0, false
   local grown = evictor.keeps_decoded and more or 0

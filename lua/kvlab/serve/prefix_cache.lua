@@ -1,8 +1,8 @@
 --- Finds blocks by content: it knows which full block of paged memory holds the tokens of
 -- a block key, so that requests with a common prefix share blocks. A block stays here
--- after its request until its room is needed. The least recently used block goes first;
--- of one request the last block goes first, because nothing can be found behind a gap.
--- It has no blocks of a cache with tables by layer or head.
+-- after its request until its memory is needed. The least recently used block is
+-- forgotten first, and among the blocks of one request the last, because nothing can be
+-- found behind a gap. A cache with tables by layer or head has no blocks here.
 -- Source  automatic prefix caching of vLLM (its block pool and free queue)
 local ffi = require "ffi"
 local library = require "kvlab.library"

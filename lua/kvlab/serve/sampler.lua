@@ -7,14 +7,14 @@
 -- score as the last one that passes also pass.
 --
 -- Logits that hold NaN or inf give no token, and neither do logits that are all -inf: the
--- row's problem is returned in place of a token, and the other rows get theirs.
+-- row's problem is returned in place of a token, and the other rows get their tokens.
 --
 -- A token is drawn by a race of all tokens (tensor:draw): token i of the vocabulary, as
 -- the n-th token of a request, takes number n * vocab + i of the request's seed. So a
 -- request draws the same whatever else is in the batch, after it was preempted, and when
 -- a step is tried again; and with drafts as without them. A policy that drafts the token
--- draws with the same numbers from its own distribution (`guess`): the closer that is to
--- the model's, the more often the two draw the same token.
+-- draws with the same numbers from its own distribution (`guess`): the closer this
+-- distribution is to the model's, the more often the two draw the same token.
 local options = require "kvlab.options"
 local tensor = require "kvlab.tensor.arithmetic"
 
@@ -97,8 +97,8 @@ function M.rows(list)
   return rows
 end
 
---- The tokens of a request, or of a row, so far; those of a draft perhaps twice, and none
--- of a draft that the host does not know yet.
+--- The tokens of a request, or of a row, so far. Tokens of a draft may come twice; a
+-- draft that the host does not know yet is left out.
 local function seen_of(r, c)
   local ids = seen_so_far(r.request or r, c)
   if (r.past or 0) == 0 or r.is_guess then return ids end
@@ -147,8 +147,8 @@ local function column(like, values, dtype)
   return tensor.from(like.device, dtype or "f32", { #values, 1 }, values)
 end
 
---- Divides the scores of tokens that a request has, or multiplies those below 0. What
--- was finite stays so.
+--- Divides the scores of tokens that a request has, or multiplies scores below 0. Finite
+-- scores stay finite.
 local function penalise(scores, list, p)
   local ids, most = {}, 1
   for i, r in ipairs(list) do
@@ -179,8 +179,8 @@ local function keep_top_k(scores, p)
   return keep_from(scores, last:ge(0):where(values:gather(last), -math.huge))
 end
 
---- The least of the best tokens that together reach top_p, [rows, 1]; and which rows do
--- not reach it with `count` tokens, of `most` that there are to choose from.
+--- The lowest score among the best tokens that together reach top_p, [rows, 1]; and which
+-- rows do not reach it with `count` of the `most` tokens.
 ---@param top_p number[]  of each row; 2 where all tokens stay
 ---@param waits boolean    whether to ask the device which rows do not reach it
 local function top_p_threshold(scores, top_p, count, most, waits)
@@ -206,7 +206,7 @@ local function halve(scores, mass, wanted, low, high)
   return is_enough:where(middle, low), is_enough:where(high, middle)
 end
 
---- The same threshold as top_p_threshold for rows that need many tokens. To sort these
+--- The same threshold as top_p_threshold for rows that need many tokens; sorting so many
 -- would take longer.
 local function far_threshold(scores, top_p)
   local wanted, shape = column(scores, top_p), { #top_p, 1 }
@@ -251,7 +251,7 @@ local function pick(scores, p)
   return scores:draw(tensor.from(scores.device, "i64", { p.rows, 2 }, p.numbers))
 end
 
---- What is wrong with logits of this log-sum-exp; nil if nothing is.
+--- What is wrong with logits that have this log-sum-exp; nil if nothing is.
 local function problem_of(lse)
   if lse - lse == 0 then return nil end
   if lse ~= lse then return "hold NaN" end
@@ -397,9 +397,9 @@ function M.draws(list)
   return false
 end
 
---- Tokens for a step of a draft, by its logits: drawn by the numbers by which the model's
--- will be. It never waits for the device, so top_p chooses among the best 512 tokens, and
--- a repetition_penalty does not know the draft's own tokens.
+--- Tokens for a step of a draft, from its logits, drawn with the same numbers that the
+-- model's tokens will be drawn with. This never waits for the device, so top_p chooses
+-- among the best 512 tokens, and a repetition_penalty ignores the draft's own tokens.
 ---@param logits kvlab.Tensor  f32 [#list, vocab]; they stay as they are
 ---@param list kvlab.Request[] with drafts
 ---@param step integer         of the draft, from 1

@@ -13,12 +13,13 @@
 -- back all its blocks. When it is resumed, it uses the blocks that are still on the
 -- device or in the store and computes the rest.
 --
--- Memory is counted in pages. A block has one, and as many as there are tables where the
--- cache has tables by layer or by head. A request under a policy that evicts **reserves**
--- the most pages that it may ever hold (pages.lua) and is never preempted, because to
--- compute its tokens again as a prompt would evict others than its decode steps did. What
--- it has not taken is kept free for it. It needs less once its prompt has been evicted
--- from, and others get the rest in the next step.
+-- Memory is counted in pages. A block is one page; where the cache has tables by layer or
+-- by head, it is as many pages as there are tables. A request under a policy that evicts
+-- **reserves** the most pages that it may ever hold (pages.lua) and is never preempted,
+-- because computing its tokens again as a prompt would evict other tokens than its decode
+-- steps did. Reserved pages that it has not taken stay free for it. Once tokens of its
+-- prompt have been evicted, it needs fewer pages, and other requests get the rest in the
+-- next step.
 local draft = require "kvlab.serve.draft"
 local prefix_cache = require "kvlab.serve.prefix_cache"
 local protected = require "kvlab.protected"
@@ -62,10 +63,10 @@ function Scheduler:blocks_for(tokens) return math.ceil(tokens / self.block_size)
 --- The pages of tokens, where nothing is evicted.
 function Scheduler:pages_for(tokens) return self:blocks_for(tokens) * self.cuts end
 
---- How many full blocks a request may take from others. Its last token is always
+--- How many full blocks a request may share with others. Its last token is always
 -- computed, because the server wants the token after it. If a policy has to see the
--- prompt's queries, or the request asks for its log-probabilities, all are computed. The
--- pages of tables by layer or head are nobody else's.
+-- prompt's queries, or the request asks for the prompt's log-probabilities, all blocks
+-- are computed. Pages of tables by layer or head are never shared.
 function Scheduler:shareable(r)
   if r.reads_prompt or self.cuts > 1 then return 0 end
   return math.floor((r.num_tokens - 1) / self.block_size)
@@ -85,8 +86,8 @@ local function left_of(r)
   return math.max(0, most - (r.seq and r.seq:pages() or 0))
 end
 
---- How many pages are neither taken nor reserved, nor wanted by requests that will
--- reserve them when they are admitted.
+--- How many pages are free for admission: neither taken, nor reserved, nor needed by
+-- requests ahead that will reserve them when they are admitted.
 ---@param arriving kvlab.Request[]
 ---@param is_for_fork? boolean  without those that wait: a fork reserves before they do
 ---@return integer
@@ -102,9 +103,9 @@ function Scheduler:pages_left(arriving, is_for_fork)
   return left
 end
 
---- How many requests at the head of the queue have reserved already: forks, and those
--- that go on from what another one held. They go first, so that nobody waits for their
--- pages.
+--- How many requests at the head of the queue have reserved already: forks, and requests
+-- that continue from what another one held. They are admitted first, so that no other
+-- request waits for their pages.
 local function reserving(self)
   local n = 0
   while self.waiting[n + 1] and self.waiting[n + 1].is_fork
@@ -129,8 +130,8 @@ local function pages_needed(self, r, n)
   return (need + (r.shares_last and length % self.block_size > 0 and 1 or 0)) * self.cuts
 end
 
---- The same by what it is counted as: those that it has reserved, and others. Under a
--- policy that evicts all are reserved, and stay so until they are taken.
+--- The same as two numbers: pages that the request has reserved, and others. Under a
+-- policy that evicts, all of its pages are reserved, and stay so until they are taken.
 local function parted(self, r, n)
   if r.evicts then return 0, 0 end
   local need = pages_needed(self, r, n)
@@ -138,7 +139,8 @@ local function parted(self, r, n)
   return own, need - own
 end
 
---- Takes the pages of this step's n tokens of a request out of what is there.
+--- Subtracts the pages of this step's n tokens of a request from the pages that are
+-- available.
 local function take(self, r, n)
   local own, others = parted(self, r, n)
   self.need, self.reserved = self.need + own + others, self.reserved - own
@@ -156,8 +158,8 @@ local function preempt(self, index)
   if not ok then error(why, 0) end
 end
 
---- The place of the request that was admitted last, not before r, and may be preempted;
--- nil for none.
+--- The index of the last admitted request that may be preempted, from r on; nil if there
+-- is none.
 local function victim_of(self, r)
   for i = #self.running, 1, -1 do
     if not self.running[i].claim then return i end
@@ -193,8 +195,8 @@ end
 local function tokens_left(r) return r.max_tokens - r:output_length() - 1 end
 
 --- How many tokens the policies of drafts make in this step: for each attention, as many
--- as the request that wants most of them. So the drafts of a batch have one length, which
--- one recorded step serves; what a request cannot use is dropped with its end.
+-- as the request that wants most of them. So all drafts of a batch have the same length,
+-- and one recorded step serves them; tokens past a request's end are dropped.
 local function measure_drafts(self)
   local lengths, drafting = self.lengths, 0
   for attention in pairs(lengths) do lengths[attention] = nil end
@@ -210,8 +212,8 @@ local function measure_drafts(self)
   for attention, n in pairs(lengths) do lengths[attention] = math.min(n, most) end
 end
 
---- How many tokens a request that decodes gets: its newest one, and a draft as far as the
--- token budget has room. Nobody is preempted for a draft.
+--- How many tokens a request that decodes gets: its newest token, and a draft if the
+-- token budget has room. No request is preempted for a draft.
 local function decode_tokens(self, r)
   local d, n = r.draft, nil -- luacheck: ignore 311
   if not d then return 1 end
@@ -259,8 +261,8 @@ local function continue_running(self)
   return #running == before
 end
 
---- How many pages a waiting request needs beside those that it has: of all tokens that
--- it has, or all that it has not reserved yet.
+--- How many pages a waiting request needs besides those that it has: pages for all of its
+-- tokens or, if it reserves, all that it has not reserved yet.
 local function pages_to_admit(self, r)
   if r.claim then return r.is_fork and 0 or left_of(r) end -- a fork reserves when made
   return self:pages_for(r.num_tokens) - r.seq:pages()
@@ -275,7 +277,7 @@ local function fits(self, r)
     <= self.prefix:available()
 end
 
---- The waiting request at `index` runs from now on.
+--- Moves the waiting request at `index` to the running requests.
 local function move(self, r, index)
   local stats, to_admit = self.stats, pages_to_admit(self, r)
   table.remove(self.waiting, index)
@@ -305,8 +307,8 @@ local function move(self, r, index)
   add(self, r, n, r:is_decoding())
 end
 
---- The waiting request at `index` starts, or goes on, to be computed. If a policy raises
--- when it is told so, the request goes on waiting.
+--- Starts or resumes the waiting request at `index`. If a policy raises when it is told
+-- so, the request stays in the queue.
 local function admit(self, r, index)
   self.executor:begin(r)
   protected.whole(move, self, r, index)
@@ -342,8 +344,8 @@ local function admit_waiting(self)
   end
 end
 
---- When nothing can be computed: waits for a prefetch, or else takes back room from
--- waiting requests. Raises when the blocks that are missing are none of the server's.
+--- When nothing can be computed: waits for a prefetch, or else takes memory back from
+-- waiting requests. Raises if the missing blocks do not belong to the server.
 local function unblock(self)
   for _, r in ipairs(self.waiting) do
     if r.prefetch_task then return stall(self, r) end
@@ -395,7 +397,7 @@ end
 
 --- Lets other requests share the full blocks of a request, or only those of its prompt if
 -- it does not share its output. They go into the store, too. If that raises, the next
--- call goes on where this one stopped.
+-- call continues where this one stopped.
 function Scheduler:share(r)
   if self.cuts > 1 then return end
   local computed = r.num_computed_tokens
@@ -412,8 +414,8 @@ function Scheduler:share(r)
   end
 end
 
---- A running request is done: its blocks are given back, unless another request may go
--- on from them. The caller takes it out of `running`. Returns false and the error when a
+--- Ends a running request: its blocks are given back, unless another request may continue
+-- from them. The caller removes it from `running`. Returns false and the error when a
 -- policy raised as it was told so.
 function Scheduler:finish(r)
   local ok, why = true, nil

@@ -57,11 +57,12 @@ Server.__index = Server
 --                that has these three options, as gsa does, sets their defaults
 --  priority      orders prefetches, lower first: a name in lua/priorities/, or a function
 --                (request, view) -> integer (queue_position)
---  late          what happens when it is a request's turn but its blocks are under way:
---                "wait", the step waits for them; "skip", others go first ("wait")
+--  late          what happens when a request is next but its blocks are still being
+--                fetched: "wait", the step waits for them; "skip", others go first
+--                ("wait")
 --  keep          whether the server keeps requests that finished, for its stats. One that
 --                runs for long does not; priorities then see no reuse (true)
---  draft         what requests get that name no draft: { policy = "quest", ratio = 0.05,
+--  draft         the draft of requests that name none: { policy = "quest", ratio = 0.05,
 --                tokens = 4 } or { ngram = 3, tokens = 8 }, see draft.lua (none)
 --  reserve       whether every request reserves, when it is admitted, the memory that it
 --                may need, so that none is preempted; one whose policy evicts always does
@@ -85,7 +86,7 @@ end
 
 -- ---- requests -------------------------------------------------------------------------
 
---- Keeps `arriving` in the order of arrival, with the next request last.
+--- Sorts `arriving` by arrival, with the next request last.
 local function expect(self, r)
   local list = self.arriving
   local at = #list + 1
@@ -135,12 +136,13 @@ local function pages_of(self, r, seq)
   return needed
 end
 
---- How many pages of the cache are neither taken nor reserved by requests, nor wanted by
--- those that wait. If all requests reserve, one that needs no more can be admitted.
+--- How many pages of the cache are neither taken nor reserved by requests, nor needed by
+-- waiting ones. If all requests reserve, a request that needs no more than these can be
+-- admitted.
 ---@return integer
 function Server:pages_left() return self.scheduler:pages_left(self.arriving) end
 
---- Raises if a step has no room for the drafts that a request wants of a policy.
+--- Raises if a step has no room for the drafts that a request wants from a policy.
 local function expect_room(self, what, r)
   local d, most = r.draft, self.scheduler.max_tokens - 1
   if not d or not d.policy or (d.tokens or 0) <= most then return end
@@ -165,7 +167,7 @@ end
 --                     engine's); keep_output: others may share the blocks of its output
 --                     (true); watch: request.reads says which blocks each of its steps
 --                     reads (false); hold: its tokens stay in memory when it ends, so
---                     that another can go on from them, see continue (false)
+--                     that another request can continue from them, see continue (false)
 ---@return kvlab.Request|nil request
 ---@return string|nil reason   why it can never run here
 function Server:submit(given)
@@ -189,7 +191,7 @@ local function expect_own(self, what, r)
   end
 end
 
---- Takes note of the next token that a step gave.
+--- Records the next token that a step gave.
 local function reveal(r)
   r.num_tokens, r.unseen = r.num_tokens + 1, r.unseen - 1
   r.has_new, r.is_told = true, false
@@ -208,8 +210,8 @@ local function count_draft(self, r, accepted)
   us.is_counted, r.draft.us = true, nil
 end
 
---- Notes what a step with a draft gave: the tokens that follow, the first of which is
--- revealed at once.
+--- Records the tokens that a step with a draft gave; the first of them is revealed at
+-- once.
 local function take_draft(self, r)
   local ids = r.next_tokens
   for i, id in ipairs(ids) do r.tokens[r.num_tokens + i] = id end
@@ -237,7 +239,7 @@ local function advance(self, r, now)
   C.kvl_interrupt_hold(-1)
 end
 
---- A request that goes on from the first `count` tokens of another one. Its pages are
+--- A request that continues from the first `count` tokens of another one. Its pages are
 -- not claimed yet.
 local function branch(self, what, parent, given, count)
   local o = with_defaults(self, given)
@@ -261,8 +263,8 @@ local function branch(self, what, parent, given, count)
   return r, extra
 end
 
---- Makes a branch reserve what it needs, if it reserves. Returns why there is no room for
--- that, or nil.
+--- Makes a branch reserve the pages that it needs, if it has to reserve. Returns the
+-- reason if there is no room for them, or nil.
 ---@param taken integer  pages of it that are taken already
 local function claim_branch(self, r, needed, taken)
   local left = self.scheduler:pages_left(self.arriving, true)
@@ -272,10 +274,10 @@ local function claim_branch(self, r, needed, taken)
     :format(needed.prompt - taken, left)
 end
 
---- Makes a request that goes on from what another request has so far, on its own branch.
--- It shares every block, also the last, which is copied when one of the two grows. Where
--- a policy evicts tokens, it gets copies of all pages at once, and reserves what it may
--- need.
+--- Makes a request that continues from what another request has so far, on its own
+-- branch. It shares every block, also the last, which is copied when one of the two
+-- grows. Where a policy evicts tokens, it gets copies of all pages at once, and reserves
+-- what it may need.
 ---@param parent kvlab.Request  running
 ---@param given table           tokens: what follows (nothing); max_tokens, stop_tokens,
 --                              stop, arrival_us, deadline_us, hold, how tokens are drawn
@@ -307,15 +309,15 @@ function Server:fork(parent, given)
   return r
 end
 
---- Makes a request that goes on from the tokens that another one holds, which was
--- submitted with `hold` and has ended: those that steps have computed, so all but the
--- newest one if it came to its end. What follows is read as a prompt that goes on. The
--- other one holds nothing afterwards.
+--- Makes a request that continues from the tokens that another request holds, which was
+-- submitted with `hold` and has ended. It holds the tokens that steps have computed, so
+-- all but the newest one if it was not cut off. What follows is read as the continuation
+-- of a prompt. Afterwards, the other request holds nothing.
 ---@param parent kvlab.Request  finished, and holding its tokens
 ---@param given table           as for fork; tokens: what follows, one or more
 ---@return kvlab.Request|nil request
 ---@return string|nil reason    why it cannot run here, or not now, as others need the
---                              memory; the other one holds on then
+--                              memory; the other request then still holds its tokens
 function Server:continue(parent, given)
   options.check("continue", given, request.KNOWN_OF_FORK)
   if not self.holding[parent] then
@@ -375,7 +377,8 @@ local function cancel(self, r)
   if not ok then error(why, 0) end
 end
 
---- Ends a request, whatever its state. One that has ended gives back what it holds.
+--- Ends a request, whatever its state. If it has already ended, it gives back what it
+-- holds.
 function Server:cancel(r)
   expect_own(self, "cancel", r)
   protected.whole(cancel, self, r)
@@ -409,15 +412,15 @@ local function tell(r)
   r.error = why or "on_token raised nil"
 end
 
---- Ends a running request, which the caller takes out of the running ones.
+--- Ends a running request; the caller removes it from the running ones.
 local function finish_running(self, r, reason)
   local ok, why = self.scheduler:finish(r)
   finish(self, r, reason)
   if not ok then error(why, 0) end
 end
 
---- Does what follows from what a step computed of a request. After an error, another call
--- goes on where this one stopped.
+--- Processes what a step computed for a request. After an error, another call continues
+-- where this one stopped.
 local function settle(self, r, now)
   if r.state ~= "running" then return end -- another request's on_token cancelled it
   if r.is_computed then advance(self, r, now) end
@@ -447,8 +450,8 @@ local function keep_running(running)
   for i = #running, kept + 1, -1 do running[i] = nil end
 end
 
---- Settles some requests, all of them even if one raises. Returns the first error in a
--- table, or nil.
+--- Settles some requests. If one raises, the others are still settled. Returns the first
+-- error in a table, or nil.
 local function settle_list(self, list, now)
   local problem
   for i = 1, #list do
@@ -458,7 +461,7 @@ local function settle_list(self, list, now)
   return problem
 end
 
---- Settles what the last step computed, as far as that has not been done.
+--- Settles what the last step computed, unless that has been done.
 local function settle_step(self)
   local s, now = self.scheduler, self.executor:now()
   local problem = settle_list(self, s.plan.decode, now)
@@ -481,10 +484,10 @@ local function count_step(counts, plan)
 end
 
 --- Runs one step. If there is nothing to do before the next arrival, it waits for that.
--- Returns false when no request is left. If the step fails, it raises: the requests are
--- as they were before what failed, and the next step goes on. If a request's sample or
--- on_token raises, that request alone ends, with finish_reason "error" and with the error
--- in request.error.
+-- Returns false when no request is left. If the step fails, it raises; the requests are
+-- as they were before the part that failed, and the next step continues. If a request's
+-- sample or on_token raises, only that request ends, with finish_reason "error" and with
+-- the error in request.error.
 function Server:step()
   local s, counts = self.scheduler, self.counts
   if self.is_unsettled then settle_step(self) end -- of a step that raised
@@ -511,7 +514,7 @@ function Server:step()
 end
 
 --- The requests whose computation failed, after a step that raised; none if something
--- else did. The next step would compute them again.
+-- else failed. The next step would compute them again.
 ---@return kvlab.Request[]
 function Server:failing() return { unpack(self.executor.group or {}) } end
 

@@ -68,7 +68,7 @@ function Simulator:admit_keys(r, o)
   for i = #r.block_hashes + 1, math.floor(r.prompt_length / size) do self:key(r, i) end
 end
 
---- The key of a full block. Nobody else has it unless the trace says so.
+--- The key of a full block. It is unique unless the trace gives it to other blocks.
 function Simulator:key(r, i)
   local key = r.block_hashes[i]
   if not key then
@@ -87,7 +87,8 @@ function Simulator:find(r, first, last)
   return math.max(0, last - first + 1)
 end
 
---- A block has been computed: it goes to the store, which may forget others for it.
+--- Called when a block has been computed: puts it into the store, which may forget other
+-- blocks.
 function Simulator:put(r, i)
   local store, key = self.store, r.block_hashes[i]
   if self.store_blocks == 0 then return end

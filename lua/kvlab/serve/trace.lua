@@ -93,8 +93,8 @@ local GENERATE = {
 
 --- Generates a workload of conversations. They begin at random times, and each has some
 -- turns. The input of a turn is everything that was said before, with the answers, and
--- something new. Its hash ids equal those of the turn before as far as the two inputs are
--- equal. All conversations share a system prompt.
+-- something new. Its hash ids equal those of the previous turn as far as the two inputs
+-- are equal. All conversations share a system prompt.
 ---@param o? table  requests, seed; rate: requests a second; turns, on average; think_s:
 --                 mean pause between an answer and the next turn; system_tokens;
 --                 input_tokens: mean of what is new in a turn; answer_tokens: mean

@@ -4,8 +4,9 @@
 -- soon.
 local M = {}
 
---- Notes in `map` for which request r's keys first ... last are under way; a nil value
--- says that they no longer are. Keys that are noted for another request do not change.
+--- Records in `map` that request r's keys first ... last are being computed or fetched,
+-- and for which request; nil says that they no longer are. Keys that are recorded for
+-- another request do not change.
 function M.mark(map, r, first, last, value)
   for i = first, last do
     local key = r.block_hashes[i]
@@ -32,8 +33,8 @@ local function priority_of(self, r, position, count)
   return self.priority(r, view)
 end
 
---- Takes what a prefetch brought: the leading run of blocks has arrived, the rest has
--- not.
+--- Takes the blocks that a prefetch brought: the leading run of blocks has arrived, the
+-- others have not.
 local function land(self, r, result)
   local asked = r.task_count
   local arrived = math.min(result and result.blocks or 0, asked)
@@ -79,7 +80,8 @@ local function load(self, r, first, last, position)
   return "loading"
 end
 
---- Brings a waiting request as far as it gets without computing. Returns what is left:
+--- Gives a waiting request everything that it can get without computing. Returns what is
+--   left:
 --   ready    nothing; the rest has to be computed
 --   loading  blocks are on their way from the store
 --   held     another request computes or loads its next block
@@ -108,8 +110,8 @@ function M.cover(self, r, position)
   return load(self, r, have + 1, have + found, position)
 end
 
---- Whether a waiting request may give its blocks back: what a fork holds under a policy
--- that evicts would not be the same if it were computed again.
+--- Whether a waiting request may give its blocks back. A fork under a policy that evicts
+-- may not, because its tokens would not be the same if they were computed again.
 function M.may_give_back(r) return not (r.is_fork and r.evicts) end
 
 --- A waiting request gives its blocks back and starts again.

@@ -1,11 +1,11 @@
 --- Which blocks the decode steps of a server's requests read. It sees what the attention
--- selects in each layer, so a step waits for the device at every layer; only steps with a
--- request that asks for it (`watch`) have one.
+-- selects in each layer, so a step waits for the device at every layer; it is attached
+-- only in steps with a request that asks for it (`watch`).
 --
 -- request.reads then says of the newest step: blocks, how many the sequence has, and [1],
 -- [2], …: the share of all KV heads of all layers that read each block. It is nil where a
--- policy lists tokens, not blocks. With drafts, it is what the step that verified them
--- read for the newest token of the text before it.
+-- policy lists tokens, not blocks. With drafts, it says what the verifying step read for
+-- the newest token of the text before the draft.
 local M = {}
 
 ---@class kvlab.serve.Watch
@@ -14,7 +14,7 @@ local M = {}
 local Watch = {}
 Watch.__index = Watch
 
---- What observes a step of these requests.
+--- The observer of a step of these requests.
 ---@param list kvlab.Request[]
 ---@param inner table|nil  an observer that goes on observing
 ---@return table|nil

@@ -84,7 +84,8 @@ function Bench:time(fn, repeats, warm)
   return self:sample(fn, math.max(repeats or REPEATS, 30), warm)
 end
 
---- The size used here for a context or batch of n: less on the CPU and with --quick.
+--- The size that is used for a context or batch of n: smaller on the CPU and with
+-- --quick.
 function Bench:shrunk(n) return math.max(1, math.floor(n / self.shrink)) end
 
 --- Returns the limit `name` (R, T, F or L) in GB/s or TFLOP/s. It is measured and printed
@@ -175,8 +176,8 @@ end
 --   id, name
 --   axes     a list of axes { name, value, … }; values are numbers or texts. apart:
 --            points that differ on this axis are not compared
---   skip     function(at): is there no such point? at has a value for each axis; may be
---            missing
+--   skip     function(at): true if there is no such point; at has a value for each axis;
+--            may be missing
 --   make     function(b, at) that makes the inputs of a point and returns the work, as
 --            the setup of a case does: check, run, and bytes or flops or both
 function Bench:walk(one)
@@ -193,9 +194,9 @@ local function set_target(self, row, target)
     and (row.flops or 0) / row.us * 1e-6 >= (target.tflop_s or 0)
 end
 
---- The share of its limit that a row reaches. More than all of it is no success: the
--- limit was measured too low, which a second measurement may mend, or the case counts
--- bytes or flops that it has no need of.
+--- The share of its limit that a row reaches. A share above 1 is an error: either the
+-- limit was measured too low, which a second measurement may correct, or the case counts
+-- bytes or flops that it does not need.
 local function set_share(self, row, work)
   row.limit = work.limit or (work.bytes and "R" or "T")
   local is_rate = row.limit == "R" or row.limit == "L"

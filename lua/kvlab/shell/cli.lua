@@ -20,7 +20,8 @@ local function to_device(text)
   misuse('--device is auto, cpu, cuda or cuda:N; given "%s"', text)
 end
 
---- Chooses the instruction set at once: rows, names of devices and all ops are of it.
+--- Chooses the instruction set before anything else, because rows, names of devices and
+-- all ops depend on it.
 local function to_isa(text)
   local C = require("kvlab.library").C
   if C.kvl_cpu_use_isa(text) < 0 then
@@ -103,8 +104,9 @@ local by_front_door = { build = true, help = true }
 
 local table_path = debug.getinfo(1, "S").source:gsub("^@(.*)cli%.lua$", "%1verbs.txt")
 
---- Looks up the options of a verb in verbs.txt. Returns name -> reader for those that are
--- read here, and the names of all that a message to the user may mention.
+--- Looks up the options of a verb in verbs.txt. Returns name -> reader for the options
+-- that are read here, and the names of all options that a message to the user may
+-- mention.
 local function options_of(verb)
   local known, names, is_ours = {}, {}, { [verb] = true } -- the verb, and its groups
   for line in io.lines(table_path) do
@@ -306,8 +308,8 @@ function sweep.status()
 end
 
 --- Runs the script of the shards, which takes over their rows and computes nothing. The
--- folder's manifest names the script, too, but whoever gave us the folder does not decide
--- what runs here.
+-- folder's manifest also names a script, but the folder may come from somebody else, who
+-- must not decide what runs here.
 function sweep.merge()
   local folder, script = folder_of(options.args[1] or ""), options.args[2]
   if folder == "" or #options.args > 2 then
@@ -393,14 +395,14 @@ local function path_of_policy(name)
     or misuse("no such policy: %s%s", name, hint(name, named.list "policies"))
 end
 
--- Spec files with specs that every policy has to pass, one's own, too: their names have
--- the tag #policy (spec/tried_policies.lua).
+-- Spec files with specs that every policy has to pass, including a user's own: their
+-- names have the tag #policy (spec/tried_policies.lua).
 local OF_POLICIES = { "policies/contract", "policies/rows", "lua/memory/offload",
   "models/evicting", "models/failed_steps", "models/replay", "models/random_steps",
   "models/draft_policy", "lua/policy/policy",
   "lua/observe/probe", "lua/serve/draft", "lua/serve/evicting", "lua/http/attacks" }
 
---- Holds a policy's file to what every policy owes.
+--- Checks that a policy's file does what every policy must do.
 local function test_policy()
   local path = options.args[2]
   if not path or #options.args > 2 then misuse "test policy takes one file or name" end

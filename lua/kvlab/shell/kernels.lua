@@ -1,5 +1,6 @@
---- The verb `cache`, and what the verb `doctor` says of kernels: what compiles those from
--- expressions, where they are kept, and which ones OpenBLAS has chosen.
+--- The verb `cache`, and what the verb `doctor` says about kernels: which compilers
+-- compile kernels from expressions, where these are stored, and which kernels OpenBLAS
+-- has chosen.
 --
 --   kvlab cache         the folder, how many kernels are kept there, and their bytes
 --   kvlab cache clear   removes them

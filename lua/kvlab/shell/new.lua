@@ -27,7 +27,7 @@ M.KINDS = { "policy", "eviction", "experiment" }
 --- Where each kind lies.
 M.FOLDERS = { policy = "policies", eviction = "evictions", experiment = "experiments" }
 
---- Writes a template. Raises when the file exists, or the name is none.
+--- Writes a template. Raises when the file exists, or the name is not valid.
 ---@param kind string   one of KINDS
 ---@param name string
 ---@param root string   the folder with policies/, evictions/ and experiments/

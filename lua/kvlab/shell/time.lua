@@ -4,17 +4,18 @@
 --
 -- Random queries, keys and values go through all layers of a model's attention
 -- (kv.synthetic). Every policy decodes its own sequences, whose blocks are forks of the
--- same ones. So that also a policy that watches the prompt has seen one, the end of it is
--- prefilled, with dense attention; the blocks before are shown to the policy as if they
--- had been.
+-- same ones. The end of the context is prefilled with dense attention, so that a policy
+-- that watches the prompt has seen one; the earlier blocks are shown to the policy as if
+-- they had been prefilled.
 --
 -- What makes the times comparable:
---   - The policies take turns, step by step. Each turn begins with another one, and every
---     second turn goes backwards, so that no policy always follows the same other one.
+--   - The policies take turns, step by step. Each round begins with another policy, and
+--     every second round goes backwards, so that no policy always follows the same other
+--     one.
 --   - Before each layer a buffer larger than the caches is read, because a model reads
 --     its weights between two layers: what a layer reads comes from memory.
---   - On a GPU, times are those of the device, from events. The buffer is read so often
---     that the host has launched the layer before the device begins with it.
+--   - On a GPU, times are those of the device, from events. The buffer is read often
+--     enough that the host has launched the layer before the device begins with it.
 --   - Stages are timed in steps of their own, because their events take time, too.
 --   - Times are medians of the steps, with intervals of statistics.median_interval. The
 --     ratio is the median of the ratios to the first policy in the same turn.
@@ -37,7 +38,7 @@ local MIB = 2 ^ 20
 
 -- ---- what is asked for ----------------------------------------------------------------
 
---- What --set may change, with the values that it has otherwise.
+--- The settings that --set may change, with their defaults.
 local function settings_of(given, dev)
   local shape = given.set.shape or synthetic.default_shape(dev)
   local is_cpu, known = dev:is_cpu(), synthetic.SHAPES[shape]
@@ -156,8 +157,8 @@ end
 
 local function clock_us() return tonumber(kv.C.kvl_clock_ns()) * 1e-3 end
 
---- How often the buffer has to be read so that the host, which takes host_us to launch a
--- layer, launches it meanwhile.
+--- How often the buffer has to be read so that the reads take at least host_us, the
+-- host's time to launch a layer.
 function Flush:cover(host_us)
   if self.reads == 0 or self.device:is_cpu() then return end
   self.device:sync()

@@ -35,7 +35,7 @@ end
 
 local pattern -- of a word, once it was needed
 
---- The words of a text, which has no space but between them.
+--- The words of a text that has spaces only between words.
 local function words_of(text)
   pattern = pattern or assert(regex.compile "[^\\s\28-\31]+")
   local subject, list, at = ffi.cast("const uint8_t *", text), {}, 0

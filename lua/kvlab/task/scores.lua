@@ -56,7 +56,8 @@ end
 
 local compiled = {}
 
---- The text with `with` in place of each match of a pattern for which is_replaced(match).
+--- The text with `with` in place of each match of a pattern for which is_replaced(match)
+-- is true.
 local function replaced(text, pattern, is_replaced, with)
   compiled[pattern] = compiled[pattern] or assert(regex.compile(pattern))
   local subject, parts, at = ffi.cast("const uint8_t *", text), {}, 0

@@ -33,7 +33,7 @@
 --
 -- An example is a table: ids, the tokens of the prompt; read: how many of them come
 -- before the question; text, the prompt; answers, the right ones; answer_tokens. An
--- example that asks for nothing has `target`, the tokens that follow ids in a text.
+-- example without a question has `target`, the tokens that follow ids in a text.
 local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local named = require "kvlab.named"

@@ -1,6 +1,6 @@
---- The words that tasks are made of: things and what they are like, for keys and lists,
--- and the parts of sentences that say nothing of importance. No thing occurs in the
--- sentences, so a sentence never looks like a needle.
+--- The words that tasks are made of: nouns and adjectives, for keys and lists, and parts
+-- of unimportant sentences. No thing occurs in the sentences, so a sentence never looks
+-- like a needle.
 local M = {}
 
 local function list(text)

@@ -10,7 +10,7 @@ local vocabulary = require "kvlab.task.vocabulary"
 
 local M = {}
 
--- What is drawn, for seeds.derive.
+-- The numbers of what is drawn, for seeds.derive.
 local MAIN, NOISE, ORDER = 1, 2, 3
 
 ---@class kvlab.task.Writer

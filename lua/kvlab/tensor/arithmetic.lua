@@ -65,7 +65,7 @@ end
 
 --- Computes with NumPy's broadcasting; b is a tensor of the same dtype or a number.
 -- Comparisons give u8, 1 or 0. The operators + - * / ^ and unary - do the same. maximum
--- and minimum are NaN where either side is. Whole numbers wrap; a power of them with a
+-- and minimum are NaN where either operand is. Whole numbers wrap; a power of them with a
 -- negative exponent is the quotient 1 / a^-b, truncated.
 for method, name in pairs { add = "ADD", sub = "SUB", mul = "MUL", div = "DIV",
                             maximum = "MAX", minimum = "MIN", pow = "POW", eq = "EQ",
@@ -144,9 +144,9 @@ local CORRECTION = options.optional(options.not_negative)
 --- The variance over one dim (negative counts from the end), or over all elements when
 -- dim is nil: the sum of the squared distances from the mean, divided by n - correction.
 -- correction is 0 unless it is given, as in NumPy, so it is the variance of these n
--- elements. 1 gives the unbiased estimate for what they are a sample of, as Torch does.
--- n <= correction gives NaN or infinity. Any dtype; the result is like t for f16 and
--- bf16, and else f32, in which it is computed.
+-- elements. 1 gives the unbiased estimate of the population that they are a sample of, as
+-- Torch does. n <= correction gives NaN or infinity. Any dtype; the result is like t for
+-- f16 and bf16, and else f32, in which it is computed.
 ---@param dim? integer
 ---@param correction? number  0
 ---@return kvlab.Tensor
@@ -224,11 +224,11 @@ end
 
 --- Draws an index of each row of scores, with the chances softmax(t): f32 [rows, n]. It
 -- is where t[i] - log(-log(1 - u[i])) is largest, and u are the numbers that
--- tensor.rand makes of the row's seed from its offset on. With the same numbers,
--- distributions that are alike mostly draw the same index: if their chances differ by d
--- (half the sum of the differences), in (1 - d) / (1 + d) of the draws or more. -inf is
--- drawn only where nothing is above it, and NaN only where there is nothing else.
--- Source: Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030; Daliri et al. 2024,
+-- tensor.rand makes of the row's seed from its offset on. With the same numbers, similar
+-- distributions mostly draw the same index: if their chances differ by d (half the sum of
+-- the differences), they do so in at least (1 - d) / (1 + d) of the draws. -inf is drawn
+-- only where nothing is above it, and NaN only where there is nothing else. Source:
+-- Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030; Daliri et al. 2024,
 -- arXiv:2408.07978.
 ---@param numbers kvlab.Tensor  i64 [rows, 2]: seed and offset of each row
 ---@param out? kvlab.Tensor     i32 [rows]
@@ -241,7 +241,7 @@ function methods.draw(t, numbers, out)
   return out
 end
 
--- A dtype that top-k sorts as another one, which holds its numbers exactly.
+-- Dtypes that top-k converts to another one, which holds their numbers exactly.
 local sorted_as = { f16 = "f32", bf16 = "f32", f8e4m3 = "f32", u8 = "i32" }
 
 --- The k largest (smallest) elements of each row, best first, as values and i32 indices.

@@ -1,11 +1,11 @@
---- What is kept on the device for every page of a cache: summaries, hashes, fields of
--- expressions. Where sequences have tables by layer or by head, a page belongs to one
--- layer, and the memory of all layers is the same.
+--- Memory on the device with an entry for every page of a cache: summaries, hashes,
+-- fields of expressions. Where sequences have tables by layer or by head, a page belongs
+-- to one layer, and all layers share one memory.
 local tensor = require "kvlab.tensor.tensor"
 
 local M = {}
 
---- Memory [layers, blocks, …], or [1, blocks, …] where all layers have theirs in common.
+--- Memory [layers, blocks, …], or [1, blocks, …] where all layers share it.
 -- Returns it, and a view [blocks, …] of it for each layer, from 0.
 ---@param make fun(device, dtype, dims): kvlab.Tensor  such as tensor.zeros
 ---@param shape table  as policy.init gets it

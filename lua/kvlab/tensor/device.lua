@@ -41,8 +41,8 @@ local function alive(handle, kind)
   return handle
 end
 
---- Closes a handle that ffi.gc would close. A closed one stays as it is. Ctrl-C comes
--- before or after, so that a handle is closed exactly if it is noted as closed.
+--- Closes a handle that ffi.gc would close; a closed handle stays as it is. Ctrl-C comes
+-- only before or after, so that a handle is closed exactly if it is recorded as closed.
 local function close(handle, by)
   if closed[handle] then return end
   C.kvl_interrupt_hold(1)
@@ -53,8 +53,8 @@ end
 
 M.alive, M.close = alive, close
 
---- Open streams by their address. The device's current stream is found here, so that it
--- is the handle that open_stream returned, and closed where that is.
+--- Open streams by their address. The device's current stream is looked up here, so that
+-- it is the same handle that open_stream returned, and is closed when that handle is.
 local streams = setmetatable({}, { __mode = "v" })
 
 local function address(pointer) return tonumber(ffi.cast("intptr_t", pointer)) end
@@ -175,7 +175,7 @@ M.methods = {
     local current = C.kvl_device_stream(self)
     return streams[address(current)] or current
   end,
-  --- The stream that is current unless another was made so.
+  --- The stream that is current if no other was chosen.
   default_stream = function(self)
     C.kvl_interrupt_hold(1)
     local current = C.kvl_device_stream(self)
@@ -185,8 +185,8 @@ M.methods = {
     C.kvl_interrupt_hold(-1)
     return default
   end,
-  --- Calls fn(...) with `stream` current, then restores the one before, even on an error.
-  -- fn may not yield.
+  --- Calls fn(...) with `stream` current, then restores the previous stream, even on an
+  -- error. fn may not yield.
   with_stream = function(self, stream, fn, ...)
     local n, given = select("#", ...), { ... } -- first: see protected.lua
     argument("with_stream", "fn", fn, options.fn)

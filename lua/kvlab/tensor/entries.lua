@@ -1,6 +1,6 @@
---- What `t.name`, `t[i]` and `t["1:3, 0"]` are where a tensor has no field and no method
--- of that name. Entries count from 0, and from the end with a negative number. An entry
--- that is not there is an error.
+--- What `t.name`, `t[i]` and `t["1:3, 0"]` mean if a tensor has no field and no method of
+-- that name. Entries count from 0, and from the end with a negative number. An entry that
+-- is not there is an error.
 --
 --   t.shape         the sizes of the dims (tensor/sizes.lua)
 --   t[1]            entry 1 of dim 0: a view with one dim less
@@ -21,7 +21,7 @@ local sorted = require "kvlab.sorted"
 local int64_t = ffi.typeof "int64_t"
 local FIELDS = { "count", "device", "dtype", "ndim", "ptr", "shape", "storage" }
 
--- What other libraries call it.
+-- Names that other libraries use, and kvlab's names.
 local ELSEWHERE = {
   T = "t:transpose()", view = "t:reshape", flatten = "t:reshape { -1 }",
   squeeze = "t:reshape", unsqueeze = "t:reshape", permute = "t:transpose",
@@ -107,7 +107,7 @@ return function(tensor)
     return type(key) == "string" and key:find "^[%d%s:,%-]+$" ~= nil
   end
 
-  --- What t[key] is where no method has this name.
+  --- What t[key] returns if no method has this name.
   function tensor.entry_of(t, key)
     if key == "shape" then return sizes.of(t) end
     if is_entry(key) then return methods.index(t, entry(t, key, 0)) end

@@ -29,8 +29,8 @@ local FORMAT = kinds.format
 local step = {}
 local M = { step = step }
 
---- What a summary has for the context's layer. The op is about to read the entries of all
--- blocks, so these are counted.
+--- A summary's entries for the context's layer. The op is about to read the entries of
+-- all blocks, so these are counted.
 local function layer_of(what, summary, ctx)
   local entries = summary:layer(ctx.layer)
   expect_tensor(what, "the layer of the summary", entries)
@@ -130,7 +130,7 @@ end
 
 --- Rotates q in place, and k on its way into the cache, and appends k and v, which stay
 -- as they are: rope and append_kv in one launch. Where values are the first numbers of
--- their keys, v is nil, and the numbers behind the values turn.
+-- their keys, v is nil, and the numbers behind the values are rotated.
 function M.rope_append(q, k, v, positions, inv_freq, places, cache, format)
   expect_tensor("rope_append", "q", q)
   expect_tensor("rope_append", "k", k)
@@ -173,8 +173,9 @@ local function new_out(q, format)
   return tensor.tensor(q.device, q:type(), { q:size(0), q:size(1), format.value_dim })
 end
 
--- Attends from q. `of` has what is the same for all parts of a layer's memory: tables,
--- lens, starts, tree, alibi, window, soft_cap and scale. A context has it.
+-- Attends from q. `of` has the arguments that are the same for all parts of a layer's
+-- memory: tables, lens, starts, tree, alibi, window, soft_cap and scale. A context has
+-- it.
 function step.attend(of, q, cache, format, selection, slots, out, lse, prev, prev_lse,
                      is_past, hook, scores, listed)
   out = out or new_out(q, format)
@@ -540,8 +541,8 @@ function M.topk_merge(a)
   return step.topk_merge(options.check("topk_merge", a, MERGE))
 end
 
---- The places of the tokens from starts[s] on of every sequence, which fill `out` up to
--- ends[s] (cumulative lengths); i32 or i64 [n].
+--- For every sequence s, the places of its tokens from starts[s] on. They fill `out` up
+-- to ends[s] (cumulative lengths); i32 or i64 [n].
 function M.ragged_places(tables, block_size, starts, ends, out)
   expect_tensor("ragged_places", "tables", tables)
   argument("ragged_places", "block_size", block_size, options.count)

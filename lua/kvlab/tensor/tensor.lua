@@ -19,11 +19,12 @@ local methods = {}
 local tensor_t -- the ctype; set by ffi.metatype below
 local shape_buffer = ffi.new "int64_t[6]"
 
--- For Lua's collector a tensor is 88 bytes, although it may hold gigabytes. So after so
--- many bytes of new tensors it is told to run, unless most of them were freed by hand or
--- by a scope: then there is little to collect. A collection takes half a millisecond and
--- more. A GPU writes 256 MiB in a tenth of that, so it waits for a sixteenth of a GPU's
--- memory, or a quarter of what was free after the last collection if that is less.
+-- For Lua's collector a tensor is 88 bytes, although it may hold gigabytes. So the
+-- collector is told to run after a certain number of bytes of new tensors, unless most of
+-- them were freed by hand or by a scope, because then there is little to collect. A
+-- collection takes half a millisecond and more. A GPU writes 256 MiB in a tenth of that,
+-- so on a GPU the number is a sixteenth of its memory, or a quarter of what was free
+-- after the last collection if that is less.
 local BYTES_BETWEEN_COLLECTIONS = 256 * 1024 * 1024
 local LITTLE = 16 * 1024 * 1024
 local bytes_on_cpu, bytes_on_gpu, bytes_live_before = 0, 0, 0
@@ -49,8 +50,8 @@ local function collect_if_grown(most)
   end
 end
 
---- Frees the tensors that nobody holds any more, unless so few bytes were opened since
--- the last time that there can be little of them.
+--- Frees the tensors that are no longer referenced, unless only few bytes were opened
+-- since the last time, because then there can be little to free.
 function M.collect()
   if bytes_on_cpu + bytes_on_gpu < LITTLE then return end
   collectgarbage()
@@ -310,8 +311,8 @@ pointer_to.f8e4m3 = ffi.typeof "uint8_t*"
 
 local int64, uint64 = ffi.typeof "int64_t", ffi.typeof "uint64_t"
 
---- Whether a 64-bit number is among them; one that is near a limit of 64 bits is rounded
--- when it becomes a double.
+--- Whether a dtype holds a 64-bit number. Where a type has 64 bits, the integers are
+-- compared, because numbers near its limits are rounded when they become doubles.
 local function is_held(x, dtype, low, high)
   if ffi.istype(int64, x) and dtype == "u64" then return x >= 0 end
   if ffi.istype(uint64, x) and dtype == "i64" then return x < 2 ^ 63 end
@@ -326,7 +327,7 @@ local function fail_value(i, x, dtype)
     type(x) == "number" and ("%.17g"):format(x) or tostring(x), dtype))
 end
 
---- Checks a value that is no number of Lua's: only a 64-bit number is fine.
+--- Checks a value that is not a Lua number: only a 64-bit number is allowed.
 local function check_other(i, x, dtype, low, high)
   local kind = type(x)
   if kind ~= "cdata" or not tonumber(x) then -- a tensor or a pointer, say
@@ -496,9 +497,9 @@ local function exact(x)
   return number > -EXACT and number < EXACT and number or x
 end
 
---- The elements as a flat Lua table of numbers. Those of a u64 tensor are uint64_t, which
--- keep all 64 bits, and those of an i64 tensor that no number holds are int64_t. Waits
--- for the device.
+--- The elements as a flat Lua table of numbers. Elements of a u64 tensor are uint64_t,
+-- which keep all 64 bits. Elements of an i64 tensor that a Lua number cannot hold are
+-- int64_t. Waits for the device.
 function methods.list(t)
   local name = dtype_names[t.dtype]
   local host = array_of[name] and name or "f32"
@@ -540,8 +541,8 @@ end
 local DIM = options.optional(options.integer)
 
 --- Entries [start, start + length) of one dim. Along dim 0, which is the default, the
--- result is a view of the same memory. Along any other it is a copy, because tensors are
--- contiguous; so it is when `out` is given.
+-- result is a view of the same memory. Along any other dim, or when `out` is given, it is
+-- a copy, because tensors are contiguous.
 ---@param start integer
 ---@param length integer
 ---@param dim? integer  0; negative counts from the end
@@ -661,11 +662,11 @@ end
 --- Returns whether the tensor lies in pinned host memory.
 function methods.is_pinned(t) return C.kvl_tensor_is_pinned(t) == 1 end
 
---- Says that nothing will write the tensor any more, nor other tensors of its storage, as
--- is so for a model's weights. Kernels may then read it before the ops before them have
--- ended: on a GPU, the products of a decode step begin to read their weights early. Waits
--- until all work on the device has ended. fill_, copy_ and ops whose `out` it is raise an
--- error afterwards.
+--- Declares that nothing will write the tensor, or other tensors of its storage, any
+-- more; this is true of a model's weights. Kernels may then read it before earlier ops
+-- have ended: on a GPU, the products of a decode step begin to read their weights early.
+-- Waits until all work on the device has ended. fill_, copy_ and ops whose `out` it is
+-- raise an error afterwards.
 ---@param is_frozen? boolean  false: it may be written again (true)
 ---@return kvlab.Tensor t
 function methods.freeze(t, is_frozen)

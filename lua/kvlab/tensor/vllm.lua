@@ -79,7 +79,8 @@ function M.from_blocks(cache)
   expect_tensor("vllm.from_blocks", "cache", cache)
   local dev, blocks, kv_heads = cache.device, cache:size(0), cache:size(2)
   local size, dim, dtype = cache:size(3), cache:size(4), cache:type()
-  -- Take each KV head of a block as its own block: its tokens have successive places.
+  -- Treats each KV head of a block as a block of its own, whose tokens have successive
+  -- places.
   local lanes = blocks * kv_heads
   local key_cache, value_cache = M.cache(dev, dtype, lanes, 1, size, dim)
   tensor.scope(function()

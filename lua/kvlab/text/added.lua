@@ -1,6 +1,6 @@
---- Finds tokens that are found in a text as they are written, before it is normalized and
--- cut into pieces: the `added_tokens` of a tokenizer.json, such as <|im_start|>. Of those
--- that begin at one place, the longest is taken.
+--- Finds tokens in a text by their spelling, before the text is normalized and cut into
+-- pieces: the `added_tokens` of a tokenizer.json, such as <|im_start|>. If several begin
+-- at the same byte, the longest is taken.
 local ffi = require "ffi"
 local regex = require "kvlab.text.regex"
 local rest = require("kvlab.slices").rest
@@ -105,7 +105,7 @@ function Finder:next(text, from, special)
     local token = token_at(self.roots, text, at)
     local last = token and at + #token.content - 1
     if token and token.special and is_within(special, at) then
-      last = at -- what begins in a range may end in a token that is none of it
+      last = at -- only one byte: a token may begin after the range, inside of this one
     elseif token and (special or not token.special)
       and not (token.single_word and is_within_word(self, text, at, last)) then
       return token, token.lstrip and first_white(self.white, text, at, from) or at,

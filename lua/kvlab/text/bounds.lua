@@ -5,16 +5,16 @@ local json = require "kvlab.json"
 
 local M = {}
 
--- Of the bytes before a normal form to those after it: a character of the result (a byte
--- or more) comes from 4 characters at most (of 4 bytes at most), since no character of
--- Unicode has a longer canonical decomposition.
+-- The most bytes that a normal form can turn into one byte: a character of the result (a
+-- byte or more) comes from 4 characters at most (of 4 bytes at most), since no character
+-- of Unicode has a longer canonical decomposition.
 local NORMAL_FORMS = { NFC = 16, NFD = 16, NFKC = 16, NFKD = 16 }
 
 local function list_of(def, field)
   return type(def[field]) == "table" and def[field] or {}
 end
 
---- How much shorter a normalizer may make a text.
+--- The largest factor by which a normalizer may shorten a text.
 local function of_normalizer(def)
   if type(def) ~= "table" then return 1 end
   if NORMAL_FORMS[def.type] then return NORMAL_FORMS[def.type] end

@@ -5,8 +5,8 @@
 -- Short pieces search all their pairs at every merge. Longer ones keep their symbols in a
 -- linked list and their pairs in a heap, so a piece of n symbols takes n log n steps. The
 -- tokens of short pieces are kept in a table of bounded size, because words come again.
--- A long piece is merged in slices (kvlab.slices), each of which goes on where the last
--- one stopped, so its tokens do not depend on them.
+-- A long piece is merged in slices (kvlab.slices); each slice continues where the last
+-- one stopped, so the tokens do not depend on the slices.
 local bit = require "bit"
 local ffi = require "ffi"
 local pairs_of = require "kvlab.text.pairs"
@@ -24,7 +24,7 @@ local SCANNED = 24         -- symbols of the longest piece without a heap
 local PART = 2 ^ 12        -- symbols or merges between two rests
 local PIECES_PART = 2 ^ 8  -- pieces between two rests
 
---- Raised when a text has more tokens than are asked for.
+--- Raised when a text has more tokens than the caller allows.
 M.TOO_MANY = {}
 
 ---@class kvlab.text.BPE
@@ -85,8 +85,9 @@ local function has_all(fallback, base, at, n)
   return true
 end
 
---- The same of some characters, after n symbols. As in `tokenizers`, an unknown symbol is
--- written before the next known one, so after bytes that stand between the two.
+--- Writes the symbols of some characters, after n symbols. As in `tokenizers`, an unknown
+-- symbol is written only before the next known one, so it comes after the bytes between
+-- the two.
 ---@param waits boolean  an unknown symbol is still to be written
 ---@return integer i     the byte after the last one of this part
 ---@return integer n
@@ -123,7 +124,7 @@ end
 
 -- ---- merges ---------------------------------------------------------------------------
 
---- Sets what the pair that begins at symbol i becomes.
+--- Sets the rank and the result of the pair that begins at symbol i.
 local function rank_pair(w, i, right)
   local rank, token = w.merges:get(w.id[i], w.id[right])
   w.rank[i] = rank
@@ -145,8 +146,8 @@ local function link(w, n)
   end
 end
 
---- Merges the pair that begins at symbol i. The pairs that it leaves, at i and at the
--- symbol before, have new ranks; the symbol that is gone has none.
+--- Merges the pair that begins at symbol i. The pairs at i and at the symbol before it
+-- get new ranks; the symbol that disappears has none.
 ---@return integer before  -1 if there is none
 local function merge(w, i, n)
   local prev, next = w.prev, w.next
@@ -164,7 +165,7 @@ local function merge(w, i, n)
   return before
 end
 
---- Moves the symbols that are left to the front of w.id: how many there are.
+--- Moves the remaining symbols to the front of w.id. Returns how many there are.
 local function finish(w, n)
   local id, next = w.id, w.next
   local i, left = 0, 0
@@ -176,7 +177,7 @@ local function finish(w, n)
   return left
 end
 
---- Merges n symbols of w.id in place, by searching all pairs: how many are left.
+--- Merges n symbols of w.id in place, by searching all pairs. Returns how many are left.
 local function merge_scanning(w, n)
   local rank = w.rank
   link(w, n)
@@ -231,7 +232,8 @@ local function push_pairs(w, heap, count, from, to)
   return count
 end
 
---- Takes up to PART pairs from the heap and merges them: how many it holds then.
+--- Takes up to PART pairs from the heap and merges them. Returns how many pairs the heap
+-- has then.
 local function merge_part(w, heap, count, n)
   local rank, left = w.rank, PART
   while count > 0 and left > 0 do
@@ -240,7 +242,7 @@ local function merge_part(w, heap, count, n)
     count, left = count - 1, left - 1
     local r = math.floor(key / POSITIONS)
     local i = key - r * POSITIONS
-    if rank[i] == r then -- otherwise the pair is no more
+    if rank[i] == r then -- otherwise the pair no longer exists
       local before = merge(w, i, n)
       if rank[i] ~= NONE then
         heap_push(heap, count, rank[i] * POSITIONS + i)
@@ -293,8 +295,8 @@ end
 
 -- ---- pieces ---------------------------------------------------------------------------
 
---- Keeps the n tokens of `id` for a piece. One token is kept as its id, several as -1 -
--- their place in self.pool, where their number is in front.
+--- Keeps the n tokens of `id` for a piece. A single token is stored as its id. Several
+-- tokens are stored as -1 - their index in self.pool, where their number comes first.
 local function keep(self, id, piece, n)
   if self.kept_count >= PIECES_KEPT then
     self.kept, self.kept_count = {}, 0
@@ -334,8 +336,8 @@ local function encode_some(self, w, base, pieces, from, to)
   end
 end
 
---- Appends the tokens of pieces of a text to w.out. Raises M.TOO_MANY when these are more
--- than w.most; where there are too many, it need not have made them all.
+--- Appends the tokens of pieces of a text to w.out. Raises M.TOO_MANY when there are more
+-- than w.most tokens, perhaps before all of them are made.
 ---@param w kvlab.text.Space
 ---@param base ffi.cdata*          const uint8_t *, the text
 ---@param pieces kvlab.text.Numbers  first and last byte of each, in turn

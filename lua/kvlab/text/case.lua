@@ -17,8 +17,9 @@ local function library()
   return lib or error(why, 0)
 end
 
--- First and last code points of letters whose upper case is several letters (Unicode's
--- SpecialCasing.txt), and in LOWER of those whose lower case is, or depends on others.
+-- Ranges of code points (Unicode's SpecialCasing.txt): of letters whose upper case is
+-- several letters and, in LOWER, of letters whose lower case is several letters or
+-- depends on other letters.
 local SEVERAL = {
   0xDF, 0xDF, 0x149, 0x149, 0x1F0, 0x1F0, 0x390, 0x390, 0x3B0, 0x3B0, 0x587, 0x587,
   0x1E96, 0x1E9A, 0x1F50, 0x1F50, 0x1F52, 0x1F52, 0x1F54, 0x1F54, 0x1F56, 0x1F56,

@@ -13,8 +13,8 @@ local M = {}
 
 -- ---- the template ---------------------------------------------------------------------
 
---- The source of the template that is asked for. With tools it is that named tool_use, as
--- in transformers, unless somebody has set tokenizer.template.
+--- The source of the template that is asked for. With tools it is the template named
+-- tool_use, as in transformers, unless tokenizer.template was set.
 local function source_of(tokenizer, name, has_tools)
   local named, own = tokenizer.templates, tokenizer.template
   if not name and has_tools and own == named.default and named.tool_use then
@@ -51,7 +51,7 @@ end
 
 -- ---- what it is given -----------------------------------------------------------------
 
---- A value of Lua, or a JSON text that is one.
+--- A Lua value, given as it is or as JSON text.
 local function read(name, given)
   local is_json = type(given) == "string"
   local ok, x = pcall(is_json and json.read or value.of, given, name)
@@ -103,7 +103,8 @@ local function messages_of(given)
   return value.sequence(out)
 end
 
---- Raises for what the template does not read: it would change nothing, in silence.
+--- Raises for variables that the template does not read, because they would silently
+-- change nothing.
 local function check_read(tokenizer, chosen, name)
   if chosen.names[name] then return end
   local names = sorted.keys(chosen.names)

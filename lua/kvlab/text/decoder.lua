@@ -1,4 +1,4 @@
---- What tokens are as text: the `decoder` of a tokenizer.json.
+--- Turns tokens into text: the `decoder` of a tokenizer.json.
 local fields = require "kvlab.text.fields"
 local letters = require "kvlab.text.letters"
 local normalizer = require "kvlab.text.normalizer"
@@ -100,7 +100,7 @@ function Decoder:bytes(token)
   return token
 end
 
---- What the bytes of the first token of a text become.
+--- The bytes of the first token of a text, changed as the decoder does at its start.
 ---@param bytes string
 ---@return string
 function Decoder:first(bytes)

@@ -1,6 +1,6 @@
---- Reads fields of a tokenizer's files. What is missing, wrong or not supported raises a
--- problem that names the field, what is there and what was expected; `kv.tokenizer`
--- puts the file's name in front.
+--- Reads fields of a tokenizer's files. A field that is missing, wrong or not supported
+-- raises a problem that names the field, what is there and what was expected;
+-- `kv.tokenizer` puts the file's name in front.
 local json = require "kvlab.json"
 local options = require "kvlab.options"
 
@@ -36,7 +36,7 @@ M.expect = expect
 
 local object = { "an object", function(x) return type(x) == "table" end }
 
---- A field of an object, of a kind; null is as good as none.
+--- A field of an object, of a kind; null counts as missing.
 ---@param from table
 ---@param where string  what `from` is: "model", or "" for the whole file
 ---@param key string
@@ -75,7 +75,8 @@ function M.list_or_none(from, where, key)
   return M.get(from, where, key, options.optional(list)) or {}
 end
 
---- Raises for a field that is none of `names`, for it may change what the others mean.
+--- Raises for a field that is not one of `names`, because it may change what the others
+-- mean.
 ---@param names table<string, any>
 function M.only(from, where, names)
   for key in pairs(from) do

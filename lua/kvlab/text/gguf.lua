@@ -1,8 +1,8 @@
 --- Writes what the metadata of a GGUF file says of its tokenizer in the form of a
 -- tokenizer.json, which kvlab.text.hf reads.
 --
--- Byte-level BPE (tokenizer.ggml.model "gpt2") has merges; how it cuts text into words is
--- the name in tokenizer.ggml.pre, for which this file has the rules. BPE as SentencePiece
+-- Byte-level BPE (tokenizer.ggml.model "gpt2") has merges; tokenizer.ggml.pre names the
+-- rules by which it cuts text into words, which are in this file. BPE as SentencePiece
 -- has it ("llama") has scores.
 local fields = require "kvlab.text.fields"
 local is_number = require("kvlab.number").is_number
@@ -110,7 +110,7 @@ local function read_tokens(metadata)
   return tokens, vocabulary, added
 end
 
---- { SpecialToken } and { Sequence } of what stands around a text.
+--- { SpecialToken } and { Sequence }: the tokens around a text, and the text.
 local function post_processor(metadata, adds_bos, adds_eos)
   local single, specials = { { Sequence = { id = "A" } } }, {}
   local function add(side, at)
@@ -177,7 +177,7 @@ function M.read(metadata)
   return READ[kind](metadata)
 end
 
---- The fields that have the ids of special tokens, by the names that these have here.
+--- The fields with the ids of special tokens, by kvlab's names of these tokens.
 M.SPECIAL_IDS = {
   bos = KEY .. "bos_token_id", eos = KEY .. "eos_token_id", eot = KEY .. "eot_token_id",
   unk = KEY .. "unknown_token_id", pad = KEY .. "padding_token_id",

@@ -1,5 +1,5 @@
---- Builds a tokenizer of what a tokenizer.json says (kvlab.text.gguf writes the same of
--- the metadata of a GGUF file).
+--- Builds a tokenizer from the contents of a tokenizer.json (kvlab.text.gguf writes the
+-- same from the metadata of a GGUF file).
 local bpe = require "kvlab.text.bpe"
 local added = require "kvlab.text.added"
 local bounds = require "kvlab.text.bounds"
@@ -69,8 +69,9 @@ local function read_merges(model, ids)
   return merges, parts
 end
 
---- Merges of a vocabulary with scores, as SentencePiece has it: all ways to make a token
--- of two others, the tokens of higher scores first and equals from left to right.
+--- Merges of a vocabulary with scores, as SentencePiece has it: all ways to join two
+-- tokens into a third; tokens of higher scores come first, and equal ones from left to
+-- right.
 local function merges_of_scores(scores, texts, ids)
   local order = {}
   for id in pairs(texts) do order[#order + 1] = id end
@@ -125,7 +126,7 @@ local function characters_of(ids)
 end
 
 --- A rule that cuts before each run of `space`, which shortens pieces and changes no
--- token; nil if a merge joins something with the space after it.
+-- token; nil if some merge joins a symbol with a following space.
 local function rule_of_spaces(space, o, texts, parts)
   if not o.ids[space] or o.fallback and not o.has_all then return nil end
   local bytes = {}
@@ -178,7 +179,7 @@ local function read_added(file, texts, ids, normalize)
   return added.finder(raw), added.finder(normal), specials
 end
 
--- ---- what stands around a text --------------------------------------------------------
+-- ---- tokens around a text -------------------------------------------------------------
 
 local function template_ids(def, where, name)
   local specials = fields.object(def, where, "special_tokens")

@@ -1,5 +1,5 @@
 --- What a pair of tokens becomes: a map from two numbers to two numbers, outside of Lua's
--- heap and without a call in the way.
+-- heap and without a function call for a lookup.
 local bit = require "bit"
 local ffi = require "ffi"
 

@@ -46,7 +46,7 @@ local NEVER_BACKSLASH_C, NO_UTF_CHECK = 0x100000, 0x40000000
 local JIT_COMPLETE, CONFIG_UNICODE, CONFIG_VERSION = 1, 9, 11
 local NOMATCH, UTF8_FIRST, UTF8_LAST = -1, -3, -23
 
--- What a match may need besides the machine's stack.
+-- Memory that a match may need besides the machine's stack.
 local BYTES_STACK_FIRST, BYTES_STACK_MOST = 2 ^ 16, 2 ^ 26
 
 -- ---- the library ----------------------------------------------------------------------
@@ -106,8 +106,8 @@ local GROUPS = { "?:", "?i:", "?=", "?!", "?<=", "?<!", "?>" }
 
 local function unsupported(what) error({ what = what }, 0) end
 
---- The escape at `at` of a pattern: its items in a class, whether it stands for all other
--- characters, and the position after it.
+--- The escape at `at` of a pattern: its items in a class, whether it is negated, and the
+-- position after it.
 local function read_escape(pattern, at)
   local letter = pattern:sub(at + 1, at + 1)
   local lower = letter:lower()
@@ -165,7 +165,8 @@ local function read_braces(pattern, at)
   return ("{%s%s%s}"):format(low == "" and "0" or low, comma, high), after
 end
 
---- An expression in PCRE2's syntax; raises { what } for what has no counterpart.
+--- An expression in PCRE2's syntax; raises { what } for a construct without a
+-- counterpart.
 local function translate(pattern)
   local parts, at = { "(*LF)" }, 1
   while at <= #pattern do

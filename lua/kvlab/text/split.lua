@@ -1,5 +1,5 @@
 --- Cuts text into pieces before tokens are made of it: the `pre_tokenizer` of a
--- tokenizer.json. Every rule is a regular expression and what becomes of its matches.
+-- tokenizer.json. A rule is a regular expression, and says what is done with its matches.
 local ffi = require "ffi"
 local fields = require "kvlab.text.fields"
 local numbers = require "kvlab.text.numbers"
@@ -30,8 +30,8 @@ local function next_character(subject, at)
   return at + (byte < 0x80 and 1 or byte < 0xE0 and 2 or byte < 0xF0 and 3 or 4)
 end
 
---- Matches and what is between them are pieces each. Finds so many matches at most, after
--- `done` and `at`, and returns these as they are then.
+--- Each match, and each text between matches, is a piece. Finds at most so many matches,
+-- from `done` and `at` on, and returns the new values of these two.
 local function isolate_some(rule, base, first, last, to, done, at)
   local subject, length, expression = base + first, last - first, rule.regex
   for _ = 1, MATCHES_PART do
@@ -81,7 +81,8 @@ local function parts_of(rule, base, first, last, list)
   while at <= length do
     local start, stop = expression:find(subject, length, at)
     if start < 0 then break end
-    if stop > start or start ~= matched then -- an empty match right after one is none
+    if stop > start or start ~= matched then -- an empty match right after a match does
+                                             -- not count
       if start > done then add(list, first + done, first + start, of_rest) end
       add(list, first + start, first + stop, of_match)
       done, matched = stop, stop

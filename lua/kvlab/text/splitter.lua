@@ -1,5 +1,5 @@
---- Reads the `pre_tokenizer` of a tokenizer.json: rules that cut a text, and what is done
--- to the text before they do.
+--- Reads the `pre_tokenizer` of a tokenizer.json: rules that cut a text, and changes to
+-- the text before it is cut.
 local fields = require "kvlab.text.fields"
 local normalizer = require "kvlab.text.normalizer"
 local options = require "kvlab.options"
@@ -57,7 +57,7 @@ function READ.CharDelimiterSplit(self, def, where)
   add(self, where .. ".delimiter", split.literal(delimiter), "Removed")
 end
 
---- Raises unless nothing has been cut yet: what changes the text comes first.
+--- Raises unless nothing has been cut yet, because changes to the text must come first.
 local function must_be_first(self, where)
   if #self.rules > 0 or self.prefix or self.space then
     fields.fail(where, "comes after another one, expected it to be the first")
@@ -77,7 +77,7 @@ function READ.ByteLevel(self, def, where)
   self.is_bytes = true
 end
 
---- When a prefix is put in front: the field's value, or what older files have.
+--- When a space is prepended: the field's value, or that of the field of older files.
 function M.scheme(def, where)
   local prefixes = fields.get_or(def, where, "add_prefix_space", options.boolean, true)
   return fields.get_or(def, where, "prepend_scheme", SCHEME, prefixes and "always"

@@ -43,8 +43,8 @@ local function held_bytes(text, list)
   return most
 end
 
---- Adds text. Of stop strings in it, the one that begins first ends it; of those that
--- begin at one place, the longest.
+--- Adds text. If it contains several stop strings, the one that begins first ends it; if
+-- several begin there, the longest.
 ---@param text string
 ---@return string text  what can be given out; nothing once a stop string was found
 function Stops:push(text)
@@ -93,7 +93,7 @@ function M.new(tokenizer, special, stop)
   }, Stream)
 end
 
---- The bytes of a token at its place in the text.
+--- The bytes of a token, which may depend on whether it is the first of the text.
 local function bytes_of(self, id)
   local tokenizer = self.tokenizer
   local bytes = tokenizer:bytes_of(id)
@@ -131,7 +131,8 @@ function Stream:push(id)
   return given_out(self, text)
 end
 
---- The text that waits, when no more tokens come: U+FFFD for a part of a character.
+--- The text that was held back, when no more tokens come: U+FFFD for a part of a
+-- character.
 ---@return string text
 function Stream:finish()
   if self.stopped then return "" end

@@ -61,7 +61,7 @@ local function read_json(path)
   return value
 end
 
---- Builds what a file says; its problems get the file's name in front.
+--- Builds a tokenizer from a file; problems get the file's name in front.
 local function build(path, fn, ...)
   local ok, problem = pcall(fn, ...)
   if ok then return end
@@ -102,7 +102,7 @@ local function read_templates(self, config)
   for _, entry in ipairs(given) do self.templates[entry.name] = entry.template end
 end
 
---- The templates in files of their own, which take the place of all others.
+--- The templates in files of their own, which replace all others.
 local function read_template_files(self, folder)
   local own = { default = sources.read(folder .. "/chat_template.jinja") }
   local more = folder .. "/additional_chat_templates"
@@ -114,7 +114,7 @@ local function read_template_files(self, folder)
   self.template = self.templates.default
 end
 
---- Turns what stands before or after a text on or off, where a file says so.
+--- Turns the tokens before or after a text on or off, if a file says so.
 local function set_around(self, config, name, side)
   local adds = fields.get_or(config, "", "add_" .. name .. "_token", options.boolean)
   if adds == false then self[side] = {} end
@@ -159,7 +159,7 @@ local function of_metadata(self, metadata)
   end)
 end
 
---- What else a path may have been meant for.
+--- A hint for a path that may have been meant for something else.
 local function hint_of(source)
   if source:find "%.gguf$" then
     return "; that of a GGUF file is kv.tokenizer(kv.gguf(path).metadata)"
@@ -208,8 +208,8 @@ end
 
 local BYTES_PART = 2 ^ 16 -- of a text whose spaces are replaced, between two rests
 
---- The text with something else in place of its spaces. Any cut of the text is right for
--- this, as a space is one byte.
+--- The text with another string in place of its spaces. The text may be cut anywhere for
+-- this, because a space is one byte.
 local function with_spaces(text, content)
   if #text <= BYTES_PART then return (text:gsub(" ", content)) end
   local parts = {}
@@ -241,8 +241,8 @@ local function encode_piece(self, w, text, is_first)
   self.bpe:encode(w, base, from)
 end
 
---- Calls fn(self, w, text, is_first, special) for what is between the tokens that a
--- finder finds, and appends those.
+--- Calls fn(self, w, text, is_first, special) for each text between the tokens that a
+-- finder finds, and appends these tokens.
 local function around_added(self, w, finder, text, is_first, special, fn)
   local from = 1
   while true do
@@ -269,8 +269,8 @@ end
 local ENCODE = { special = options.boolean, bos = options.boolean, eos = options.boolean,
                  most = options.whole }
 
---- The tokens at one end of a text: those that the file says, unless the call adds them
--- or leaves them out.
+--- The tokens at one end of a text: as the file says, unless the call asks for them or
+-- leaves them out.
 local function around(self, asked, name, listed)
   if asked == nil then return listed end
   if not asked then return {} end
@@ -302,7 +302,7 @@ local function encode_into(self, w, text, special, before, after)
 end
 
 --- The ids of a valid text; nil if they are more than `most`. special: whether special
--- tokens are found, or in which ranges of it they are not.
+-- tokens are found, or the ranges of the text in which they are not.
 local function encode_valid(self, text, special, before, after, most)
   most = most or math.huge
   if #text / self.bytes_most > most then return nil end
@@ -372,8 +372,8 @@ local STREAM = { special = options.boolean, stop = stream.STOPS }
 --- Decodes tokens that come one by one: `stream:push(id)` returns the text that is
 -- complete, `stream:finish()` what is left. Together they are what `decode` returns.
 ---@param o? table  special: special tokens are written, too (false); stop: strings that
---                  end the text. Of the first one found, and of all that comes after it,
---                  nothing is returned, and `stream.stopped` is that string
+--                  end the text. Nothing of the first stop string, or after it, is
+--                  returned, and `stream.stopped` is that string
 ---@return kvlab.text.Stream
 function Tokenizer:stream(o)
   o = options.check("stream", o, STREAM)

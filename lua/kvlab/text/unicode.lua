@@ -53,9 +53,9 @@ for byte = 0, 255 do
 end
 LOW[0xE0], HIGH[0xED], LOW[0xF0], HIGH[0xF4] = 0xA0, 0x9F, 0x90, 0x8F
 
---- The bytes of the character at `at` (from 1), or of what is there in its place: a part
--- of a character that no byte can follow to make it whole is one mistake, as Unicode
--- advises and Python and Rust do.
+--- The bytes of the character at `at` (from 1), or of the mistake there. The beginning of
+-- a character, if the next byte cannot continue it, is one mistake, as Unicode advises
+-- and Python and Rust do.
 ---@param text string
 ---@param at integer
 ---@return integer bytes
@@ -149,9 +149,10 @@ local function mapped(lib, text, form)
   return normal
 end
 
--- A text may be cut before these, and each part be put into a normal form alone: they
--- begin with no mark, and nothing composes with what stands before them. Marks do, and so
--- do the letters of Hangul and, in NFKC, the narrow forms of Hangul and Katakana marks.
+-- A text may be cut before these characters, and each part be put into a normal form
+-- separately: they begin with no mark, and do not compose with the character before them.
+-- Marks do compose, and so do the letters of Hangul and, in NFKC, the narrow forms of
+-- Hangul and Katakana marks.
 M.STARTS = "(?![\\x{1100}-\\x{11FF}\\x{3131}-\\x{318E}\\x{A960}-\\x{A97F}"
   .. "\\x{D7B0}-\\x{D7FF}\\x{FF9E}-\\x{FFDC}])[\\p{L}\\p{N}\\p{P}\\p{S}\\x{0}-\\x{7F}]"
 local BYTES_PART = 2 ^ 16 -- of a text, between two cuts

@@ -82,14 +82,14 @@ end
 --- Reads contexts densely.
 ---@param o table  context (tokens), prompts (contexts), needles, block_size; seed (0);
 --                 question: "decode" decodes it under the policy, as the answer; "prompt"
---                 reads it densely; "row" decodes it behind those before it and their
---                 right answers, as in training; "chain" and "sum" take `hops` lookups
---                 (4) for a question, each decoded behind those before it and their given
---                 answers. In a chain the answer to one names the key of the next, and
---                 the last answer counts; in a sum all answers are added, and the sum
---                 counts. The exam does the naming and adding ("decode"); model:
---                 "recall_latent", whose attention is over latents, with an indexer
---                 of its own ("recall"); even: spreads
+--                 reads it densely; "row" decodes it after the earlier questions and
+--                 their right answers, as in training; "chain" and "sum" take `hops`
+--                 lookups (4) for a question, each decoded after the earlier lookups and
+--                 the answers given to them. In a chain the answer to one names the key
+--                 of the next, and the last answer counts; in a sum all answers are
+--                 added, and the sum counts. The exam does the naming and adding
+--                 ("decode"); model: "recall_latent", whose attention is over latents,
+--                 with an indexer of its own ("recall"); even: spreads
 --                 the needles evenly (false); offload: keeps KV in host memory, with
 --                 these options of kv.cache's offload; tables, format: of the cache
 --                 ("one", bf16)
@@ -235,8 +235,8 @@ local function ask_in_row(self, seq, queries, probe, times)
   return right
 end
 
---- Decodes with a policy from now on. If it watches the prompt or evicts tokens of it, or
--- the one before did, the prompt is read again.
+--- Decodes with a policy from now on. If this policy or the previous one watches the
+-- prompt or evicts tokens of it, the prompt is read again.
 local function use_policy(self, policy)
   local evicted = self.evicted
   self.evicted = policy.evict ~= nil

@@ -73,7 +73,7 @@ local function send_all(fd, text)
   return true
 end
 
---- Sends a line to the process. If the process has ended, wait_any will tell.
+--- Sends a line to the process. If the process has ended, wait_any reports it.
 function Process:send(line) send_all(self.fd, line .. "\n") end
 
 local buffer = ffi.new("char[?]", BUFFER_BYTES)

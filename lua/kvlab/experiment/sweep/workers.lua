@@ -1,12 +1,13 @@
 --- Runs configurations in N processes of this machine, for --jobs=N. Each process (a
--- worker) runs the same script and gets the numbers of its configurations from this one.
+-- worker) runs the same script, and this process sends it the numbers of its
+-- configurations.
 --
--- Only this process writes to the folder, so a kill at any instant leaves the same files
--- as a kill of a single process; the workers end with this process. Each worker begins
+-- Only this process writes to the folder, so a kill at any instant does no more harm than
+-- a kill of a run without workers; the workers end with this process. Each worker begins
 -- with a run of neighbouring configurations, so that the preparations for one serve the
 -- next. A worker that has none left takes half of the longest run that another worker
 -- still has. Rows do not depend on the worker that computed them. On a CPU each worker
--- has fewer threads than a single process, so sums may be rounded otherwise.
+-- has fewer threads than a single process, so sums may be rounded differently.
 --
 -- With several GPUs and no --device=cuda:N, worker k uses the k-th GPU alone. On the CPU
 -- the cores are divided among the workers. Measured times are those of a machine that

@@ -4,12 +4,12 @@
 --   local bound = e.max(e.q * e.lo, e.q * e.hi):sum "dim":max "head"
 --
 -- An operator or a method makes a node and checks it at once: an error names the line
--- that built the node and the dimensions of both sides. Nothing is computed here;
+-- that built the node, and the dimensions of both operands. Nothing is computed here;
 -- kernel/print/schedule.lua orders the loops, and kernel/print/*.lua print them.
 --
 -- Two operands are joined by the names of their dimensions, so q [head, dim] * k [token,
 -- dim] is [head, token, dim]. Types are f32, i32, u32, u64 and bool; a storage dtype
--- (bf16, f8e4m3, ...) becomes f32 when it is read. i32 becomes f32 where the other side
+-- (bf16, f8e4m3, ...) becomes f32 when it is read. i32 becomes f32 if the other operand
 -- is f32; every other change of type is written with :cast.
 --
 -- What can be read, by its name in kv.expr:
@@ -150,9 +150,9 @@ end
 
 local STORES = { f32 = true, f16 = true, bf16 = true, f8e4m3 = true }
 
---- A summary's field is to be stored in this dtype: f32 f16 bf16 f8e4m3. Without it, what
--- is made of keys by min and max alone is stored as the cache stores keys, and the rest
--- as it is.
+--- A summary's field is to be stored in this dtype: f32 f16 bf16 f8e4m3. Without it, a
+-- field that is made of keys only by min and max is stored in the dtype of the cache, and
+-- any other field in its own type.
 function methods.store(self, dtype)
   local where = user_line()
   if not STORES[dtype] then
@@ -253,7 +253,7 @@ function e.where(condition, a, b)
   return methods.where(condition, a, b)
 end
 
---- An option of the policy, read at each launch: a new value compiles nothing.
+--- An option of the policy, read at each launch: a new value needs no compilation.
 ---@param name string
 ---@param kind? string  f32 (or i32)
 function e.param(name, kind)
@@ -332,7 +332,7 @@ end
 local NODES_MAX = 500
 
 --- The expression with the dimensions and types of its fields put in, all checks done.
--- Raises for a field that there is not.
+-- Raises for a field that does not exist.
 ---@param root kvlab.Expression
 ---@param fields table<string, kvlab.Expression>  the summary's, resolved
 ---@param what string    for errors: "policy quest: score"
@@ -386,7 +386,7 @@ function M.resolve(root, fields, what, beside)
   return new[root]
 end
 
---- The expression with `by` in place of a leaf.
+--- The expression with a leaf replaced by `by`.
 function M.replace(root, old, by)
   local new = {}
   M.each(root, function(x)

@@ -38,8 +38,8 @@ function M.user_line()
   end
 end
 
---- The line that built a node. Leaves are everyone's: for one it is the line that is
--- running now.
+--- The line that built a node. All expressions share the leaves: for a leaf, it is the
+-- line that is running now.
 function M.line_of(x) return x.op == "leaf" and M.user_line() or x.line end
 
 --- Raises, with the line that built a node in front.
@@ -133,12 +133,12 @@ function M.each(root, fn, seen)
   end
 end
 
--- Operations inside of each other in one line of a text.
+-- How deeply operations may be nested in one line of a text.
 local DEEP = 30
 
---- The nodes that a text has to name, so that it has every node once: those that are used
--- more than once, and some of those that lie deep inside of others, because parsers and
--- readers have their limits. Leaves have names already.
+--- The nodes that a text has to name, so that every node is written once: nodes that are
+-- used more than once, and some deeply nested nodes, because parsers and readers have
+-- their limits. Leaves have names already.
 ---@param roots kvlab.Expression[]
 ---@return table<kvlab.Expression, boolean>
 function M.named(roots)
@@ -174,7 +174,8 @@ end
 
 local write
 
---- Writes an operation whose strength is known; weaker ones than `outer` in brackets.
+--- Writes an operation of known precedence; in brackets if it binds less tightly than
+-- `outer`.
 local function write_infix(out, x, outer, strength)
   local infix, is_pow = INFIX[x.op], x.op == "pow"
   if strength < outer then put(out, "(") end
@@ -235,7 +236,7 @@ local function with_names(x)
     .. (#list > 0 and " with " .. table.concat(list, ", ") or "")
 end
 
--- Letters of a text without names of its own.
+-- The most letters of a text that names no parts.
 local LONG = 400
 
 --- The expression as one reads mathematics: max_head(sum_dim(max(q * lo, q * hi))). Its

@@ -1,10 +1,10 @@
---- What of the expressions that a prefill emits depends on the query alone, and not on a
--- block or a key.
+--- Finds the parts of emitted expressions that depend only on the query, and not on a
+-- block or a key. It serves prefill.
 --
 -- A value of this kind is computed once for each query: keep ^ (length - query_index).
--- A condition of this kind may say which queries are needed. The others add nothing
--- whatever their weights are (0 to a sum, -inf to a maximum), so that their scores need
--- not be computed:
+-- A condition of this kind may say which queries are needed. The other queries add
+-- nothing, whatever their weights are (0 to a sum, -inf to a maximum), so their scores
+-- need not be computed:
 --
 --   e.where(e.query_index:ge(e.length - 32), e.weight, 0):sum "token":mean "head"
 --
@@ -18,7 +18,7 @@ local OF_QUERY = { query_index = true, length = true, blocks = true, layer = tru
 
 local known = setmetatable({}, { __mode = "k" }) -- what is_of_query found, by node
 
---- Whether a value depends on nothing but the query's place, options and numbers.
+--- Whether a value depends on nothing but the query's index, options and numbers.
 local function is_of_query(x)
   if x.op == "leaf" then return OF_QUERY[x.name] or false end
   if known[x] ~= nil then return known[x] end
@@ -35,7 +35,7 @@ local function make(op, args)
     dims = expression.join(args), line = rawget(args[1], "line") }, expression.Expression)
 end
 
--- What a query adds that adds nothing: to a sum, and to a maximum.
+-- The value that adds nothing: to a sum, and to a maximum.
 local NOTHING = { sum = 0, max = -math.huge }
 M.NOTHING = NOTHING
 
@@ -46,7 +46,7 @@ local KEEPS = {
   max = { sum = true, mean = true, max = true, min = true },
 }
 
---- A condition without which a value adds nothing; nil: none is known.
+--- A condition; where it is false, a value adds nothing. nil: none is known.
 ---@param join string  sum or max
 local function condition_of(x, join)
   local a, b, c = x.args[1], x.args[2], x.args[3]
@@ -80,7 +80,7 @@ function M.needed(roots)
   return any
 end
 
---- Takes values of the query alone out of an expression.
+--- Moves values that depend only on the query out of an expression.
 ---@param root kvlab.Expression
 ---@param values table[]  name, node: more of them are added
 ---@return kvlab.Expression  with leaves of these names in their place

@@ -64,8 +64,8 @@ local INTERNAL = { score = true, lse = true, seen_from = true }
 -- Places whose inputs are fields of the policy.
 local HAS_INPUTS = { map = true, hook = true, emit = true, prompt = true }
 
---- The expression with the attention's scale put in. It is a constant of the kernel, as
--- the sizes of the dimensions are.
+--- The expression with the attention's scale put in. The scale is a constant of the
+-- kernel, like the sizes of the dimensions.
 local function with_scale(x, o)
   local scale = o.scale or 1 / math.sqrt(o.head_dim)
   return expression.replace(x, expression.leaves.scale,
@@ -73,7 +73,8 @@ local function with_scale(x, o)
 end
 
 --- The expression with indices in place of positions. A sequence holds the whole of its
--- text, so the two are the same; this is where the kernels of expressions know that.
+-- text, so the two are the same; of the code for expressions, only this function relies
+-- on that.
 local function in_indices(x)
   local leaves = expression.leaves
   x = expression.replace(x, leaves.position, leaves.index)
@@ -86,7 +87,7 @@ end
 
 -- ---- what is stored as the cache stores it --------------------------------------------
 
--- These keep an element of K or V as it is.
+-- These operations leave an element of K or V as it is.
 local KEEPS = { min = true, max = true }
 
 --- "k" or "v" if the value is an element of K or V itself, so that it can be stored in
@@ -129,7 +130,7 @@ end
 
 -- ---- plans ----------------------------------------------------------------------------
 
---- Notes the size of a dimension; raises if it is another elsewhere.
+--- Records the size of a dimension; raises if it has another size elsewhere.
 local function set_size(plan, x, dim, size)
   local known = plan.sizes[dim]
   if known and known ~= size then
@@ -149,7 +150,7 @@ local function check_leaf(plan, root, x)
     PLACE_NAMES[plan.place], table.concat(sorted.keys(AVAILABLE[plan.place]), ", "))
 end
 
---- Raises if a const is another tensor elsewhere.
+--- Raises if the same const is another tensor elsewhere.
 local function check_same_const(plan, x, other)
   local a, b = ("%s [%s]"):format(x.dtype, table.concat(x.stored, ", ")),
     ("%s [%s]"):format(other.dtype, table.concat(other.stored, ", "))
@@ -257,7 +258,7 @@ function M.check_names(table_name, exprs, what)
   end
 end
 
--- What the summary of an attached policy has besides its fields.
+-- The members that the summary of an attached policy has besides its fields.
 local METHODS = { update = true, bytes_block = true }
 
 --- The fields of a summary as other expressions see them: their dimensions, types and
@@ -313,7 +314,7 @@ function M.summary(fields, what, o)
   return plan
 end
 
---- Fields as the expressions that read them need them.
+--- The fields in the form that expressions need to read them.
 ---@param fields table<string, kvlab.Expression>
 ---@param dtype string  of keys and values that are read out of the cache
 function M.seen(fields, dtype)
@@ -406,8 +407,8 @@ local function leaf(name, kind, dims)
     line = name }, expression.Expression)
 end
 
---- The expression as it is for one key: every key has a block of its own, so that what is
--- known of the block has the dimension token.
+--- The expression for single keys: keys may lie in different blocks, so leaves that
+-- describe the block get the dimension token.
 local function by_key(root)
   local new = {}
   root = in_indices(root)
@@ -456,8 +457,8 @@ local function check_hook(name, x, what)
   return x
 end
 
---- Checks what a policy's definition says of attention: bias, mask, log_weight, emit.
--- Returns whether it says anything.
+--- Checks the parts of a policy's definition that change attention: bias, mask,
+-- log_weight, emit. Returns whether there are any.
 function M.check_attention(def, what)
   local has = false
   for _, name in ipairs(sorted.keys(WANTED)) do
@@ -507,7 +508,7 @@ local function weight_node(score, mask)
   return seen:where(e.exp(score - lse), 0)
 end
 
--- What is emitted where nothing is read, by join.
+-- The number that is emitted where nothing is read, by join.
 M.NOTHING = of_query.NOTHING
 
 --- Checks an expression of `emit`, before any device is known.

@@ -1,13 +1,14 @@
---- Finds the sums over dim in a score that are matrix products: of a factor that queries
--- and constants alone make, and of rows of the blocks as they are stored.
+--- Finds the sums over dim in a score that are matrix products. One factor is made only
+-- of queries and constants, and the other is rows of the blocks as they are stored.
 --
 --   sum_dim(q * k)                  q times the rows of k
 --   sum_dim(q * table * lo - q * hi)  (q * table) times lo, and -q times hi
 --   sum_dim(max(q * lo, q * hi))    where lo <= hi is known of the summary: the negative
 --                                   numbers of q times lo, and the others times hi
 --
--- The last is exact: a term's larger product is that with hi where q >= 0, else with lo.
--- What of the score is outside of such sums is computed from them as if they were leaves.
+-- The last is exact: the larger product of a term is the one with hi where q >= 0, and
+-- else the one with lo. The rest of the score is computed from these sums as if they were
+-- leaves.
 local expression = require "kvlab.kernel.expression.expression"
 
 local M = {}
@@ -29,8 +30,8 @@ local function make(op, args, kind)
     dims = expression.join(args), line = rawget(args[1], "line") }, expression.Expression)
 end
 
---- Whether two expressions are the same. compared: pairs of nodes that need no second
--- comparison, because one that fails ends the whole.
+--- Whether two expressions are the same. compared: pairs of nodes that were already
+-- compared; they are equal, because the first difference ends the comparison.
 local function same(a, b, compared)
   if a == b then return true end
   for _, key in ipairs { "op", "name", "value", "type", "over", "dtype", "to", "unit" } do
@@ -47,7 +48,7 @@ local function same(a, b, compared)
   return table.concat(a.stored or {}, " ") == table.concat(b.stored or {}, " ")
 end
 
---- What fn says of a node, asked once for each.
+--- The result of fn for a node; fn is called once for each node.
 local function remembered(fn)
   local known = setmetatable({}, { __mode = "k" })
   return function(x)
@@ -60,7 +61,7 @@ end
 
 local PURE_LEAVES = { q = true, layer = true, kv_head = true }
 
---- Whether queries and constants alone make a value, element by element.
+--- Whether a value is made only of queries and constants, element by element.
 local is_pure
 is_pure = remembered(function(x)
   if x.op == "leaf" then return PURE_LEAVES[x.name] or false end
@@ -107,8 +108,8 @@ local function is_row(x)
   return x.op == "leaf" and (x.name == "k" or x.name == "v")
 end
 
---- A sum of products as a list: leaf, unit, factor (nil for 1); nil: it is none. There is
--- one entry for each leaf and unit. known: the lists of nodes that were asked for.
+--- A sum of products as a list: leaf, unit, factor (nil for 1); nil if it is no such sum.
+-- There is one entry for each leaf and unit. known: the lists of the nodes so far.
 local linear
 
 local function key_of(leaf) return leaf.op .. " " .. leaf.name end
@@ -209,7 +210,7 @@ end
 
 -- ---- a score --------------------------------------------------------------------------
 
---- The index of a row among all that are read; nil if it does not go with them.
+--- The index of a row among all that are read; nil if it cannot be combined with them.
 local function row_index(found, leaf, plan)
   local dtype = leaf.op == "field" and leaf.dtype or plan.codec
   local of_tokens = leaf.op == "leaf"
@@ -224,7 +225,8 @@ local function row_index(found, leaf, plan)
   return found.index[key]
 end
 
---- The product that a sum over dim is, noted with its rows; and their unit. nil: none.
+--- Records the product that a sum over dim is, with its rows; returns it and the rows'
+-- unit, or nil if the sum is no product.
 local function product_of(x, found, plan)
   local tokens = #x.dims == 2 and x.dims[2] == "token"
   if x.op ~= "sum" or x.over ~= "dim" or x.dims[1] ~= "head"

@@ -1,5 +1,5 @@
 --- What the operations of expressions take and give: types, casts, and the dimensions of
--- reductions. An error names the line that built the node, and both sides.
+-- reductions. An error names the line that built the node, and both operands.
 local nodes = require "kvlab.kernel.expression.node"
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
@@ -21,7 +21,7 @@ end
 local LIMITS = { i32 = { -2 ^ 31, 2 ^ 31 - 1 }, u32 = { 0, 2 ^ 32 - 1 },
                  u64 = { 0, 2 ^ 53 } }
 
---- A literal in the type of the other side.
+--- A literal in the type of the other operand.
 local function literal_as(x, kind, what, where)
   local limits = LIMITS[kind]
   if kind == "bool" then
@@ -50,7 +50,7 @@ local function bool_hint(x)
     .. "reduce bools" or ""
 end
 
---- Both sides in one type, where the rules above give one.
+--- Both operands in one type, if the rules above give one.
 local function unify(a, b, what, where)
   if a.type == "number" and b.type == "number" then
     return number(a.value, "f32", where), number(b.value, "f32", where)
@@ -86,8 +86,8 @@ local function to_f32(x, what, where)
   return x
 end
 
--- Each rule gets its args, with known dims and types, and returns the args as they are to
--- be, and the type of the result.
+-- Each rule gets its args, with known dims and types, and returns the args after any
+-- casts, and the type of the result.
 local rules = {}
 M.rules = rules
 

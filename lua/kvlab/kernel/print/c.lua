@@ -15,13 +15,13 @@ local fixed_lines = c_printer.fixed_lines
 local widen, heads_unrolled = c_text.widen, c_text.heads_unrolled
 local M = {}
 
--- Blocks that a thread scores in one go, and how many blocks ahead it asks for rows: of
--- fields, and of K, which are longer.
+-- How many blocks a thread scores at once, and how many blocks ahead it prefetches rows:
+-- rows of fields, and rows of K, which are longer.
 local RUN_BLOCKS, SOON, SOON_KEYS = 1024, 4, 2
 
 -- ---- the kernel -----------------------------------------------------------------------
 
---- Whether dim can be walked in vectors: its size, and the types along it.
+--- Whether loops over dim can use vectors: depends on its size, and the types along it.
 local function can_use_vectors(plan, lanes)
   local fits = plan.sizes.dim % lanes == 0
   local ok, seen = fits or plan.place == "prompt", {}
@@ -38,7 +38,7 @@ local function can_use_vectors(plan, lanes)
   return ok
 end
 
---- Whether tokens can be walked in vectors: by the types, and what is read of them.
+--- Whether loops over tokens can use vectors: depends on the types, and on what is read.
 local function can_use_key_vectors(plan)
   local ok, seen = true, {}
   for _, root in ipairs(plan.roots) do
@@ -75,7 +75,7 @@ local function vectors_over_tokens(plan)
   return can, some
 end
 
---- Whether tokens are walked in vectors because an emit has a number for each of them.
+--- Whether loops over tokens use vectors because an emit has a number for each token.
 local function emits_in_vectors(plan, token_vectors)
   local by_token, ok, seen = false, true, {}
   for _, root in ipairs(plan.roots) do
@@ -98,7 +98,7 @@ static inline KVL_HOT vf q_load(const struct arguments *a, int64_t i) {
 }
 ]]
 
---- What finds the strip of a leaf in a page (kernels/page.h).
+--- The function that finds the strip of a leaf in a page (kernels/page.h).
 local STRIPS = { { "k", "kvl__keys_of" }, { "v", "kvl__values_of" } }
 
 --- Lines at the start of a block whose physical number is `block`.
@@ -119,7 +119,7 @@ local function row_lines(plan, block, item)
   return lines
 end
 
---- Asks for the rows of block `next`; is_walked: K is asked for in a loop over tokens.
+--- Prefetches the rows of block `next`; is_walked: K is prefetched in a loop over tokens.
 local function prefetch_lines(plan, is_walked)
   local lines = {}
   for _, one in ipairs(STRIPS) do
@@ -283,8 +283,8 @@ local function store(root, at, text, vector, block)
   return ("*(%s) = %s;"):format(typed, text)
 end
 
---- The start of every block that is scored in one turn. What is past the last block, or
--- no block, reads some block, and its score is not used.
+--- The start of every block that is scored in one iteration. An index past the last
+-- block, or of no block, reads some other block, and its score is not used.
 local function item_lines(self, u)
   local item, lines = self.items > 1 and "_" .. u or "", {}
   local function line(text) lines[#lines + 1] = (text:gsub("@", item)) end
@@ -335,8 +335,7 @@ local function print_score(self)
       indented(starts, "      "), indented(block, "      "))
 end
 
---- Asks for the K and V of the block that comes next; for K in the loop over tokens, if
--- there is one.
+--- Prefetches K and V of the next block; K in the loop over tokens, if there is one.
 local function next_lines(self)
   local plan, lines = self.plan, {}
   for _, one in ipairs(STRIPS) do

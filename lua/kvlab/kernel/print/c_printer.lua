@@ -2,8 +2,8 @@
 -- the text calls is in kernels/cpu/expression.h. Vectors run along dim, and the query
 -- heads of a group are unrolled, so that a row is read once for all of them.
 --
--- What a kernel sets: plan, lanes (numbers of a vector), vectors (they can run along
--- dim), token_vectors (the reductions over tokens that are done in vectors),
+-- What a kernel sets: plan, lanes (numbers of a vector), vectors (whether vectors can run
+-- along dim), token_vectors (the reductions over tokens that use vectors),
 -- keys_in_vectors (of a hook, or an emit by token), items (blocks at once), tokens (how
 -- many, as text), key_bytes (of a summary, or a score that walks through the K of one
 -- block at a time).
@@ -19,7 +19,8 @@ local M = {}
 
 local heads_unrolled = c_text.heads_unrolled
 
--- Elements of arrays that lie on a thread's stack; others lie in memory of the thread.
+-- The most elements of arrays that lie on a thread's stack; larger arrays lie in memory
+-- of the thread.
 local STACK_MAX = 65536
 
 ---@class kvlab.PrinterC
@@ -37,13 +38,13 @@ function Printer:mode(dim, size)
   return "loop"
 end
 
---- A reduction over tokens is done in vectors if nothing that it reads runs along dim:
--- what is summed over dim comes from an array then.
+--- A reduction over tokens uses vectors if nothing that it reads runs along dim; sums
+-- over dim then come from an array.
 function Printer:reduces_in_vectors(x)
   return x.over == "token" and self.vectors and self.token_vectors[x] or false
 end
 
---- Whether a value is to be taken for one that differs between blocks.
+--- Whether to treat a value as one that differs between blocks.
 function Printer:varies(x)
   local of_query = self.plan.of_query
   return of_query and x.op == "leaf" and of_query[x.name] or false
@@ -55,9 +56,9 @@ function Printer:element(_, value)
   return { text = tostring(value), level = 0 }
 end
 
---- How many vectors along dim a turn of a loop takes. In a summary the loops over tokens
--- are inside of it: each reads more of a row then, and has more sums under way, as many
--- as there are registers for.
+--- How many vectors along dim one iteration of a loop handles. In a summary the loops
+-- over tokens are inside of this loop. With more vectors, each of them reads more of a
+-- row and has more sums in flight, as many as there are registers for.
 function Printer:vectors_together(dim, size)
   if dim ~= "dim" or self.plan.place ~= "summary" then return 1 end
   local count = self.lanes == 16 and 8 or 4
@@ -84,8 +85,8 @@ function Printer:loop(s, dim, size, is_vector, _, step)
   return head, "}", name
 end
 
---- How many tokens' sums along dim are computed together; nil: one after the other. They
--- may include some past the last token, which lie in the block's memory all the same.
+--- For how many tokens sums along dim are computed together; nil: one after the other.
+-- Some of these tokens may be past the last one; they still lie in the block's memory.
 function Printer:tokens_together(x)
   local sizes = self.plan.sizes
   if not (self.vectors and x.over == "dim" and x.op == "sum" and x.type == "f32") then
@@ -147,7 +148,7 @@ local function load_row(plan, strip, at, vector)
     strip, at, plan.sizes.token, plan.sizes.dim, plan.value_dim, NUMBERS[plan.codec])
 end
 
---- What a hook reads of the key at hand, or of VF keys.
+--- What a hook reads of the present key, or of VF keys.
 local function read_of_key(self, x, vector)
   local key = self.key
   if x.name == "logit" then
@@ -317,8 +318,8 @@ local function ended(one, mode, size, tokens)
   return text
 end
 
---- Sums over dim are added up across lanes LANES at a time, which costs little more than
--- one of them.
+--- LANES sums over dim are added up across lanes together, which costs little more than a
+-- single sum.
 local function sums_together(self, s, list, names)
   local lanes = self.lanes
   for first = 1, #list, lanes do
@@ -363,8 +364,8 @@ end
 
 -- ---- what is emitted ------------------------------------------------------------------
 
---- Prints what is emitted of one query and block. Returns the text of cell t of it: the
--- number of the block, or that of its token t.
+--- Prints what is emitted for one query and block. Returns the text of its cell t: the
+-- number of the block, or of its token t.
 function M.emitted(s, root)
   if not root.by_token then return s:value(root.node, {}) end
   local cells = s:name "cells"
@@ -401,7 +402,7 @@ end
 
 M.fixed_lines = fixed_lines
 
---- A printer of a kernel, with what it is told of it.
+--- A printer of a kernel, with the fields that the kernel sets.
 function M.new(kernel) return setmetatable(kernel, Printer) end
 
 return M

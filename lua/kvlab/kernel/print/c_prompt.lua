@@ -1,5 +1,5 @@
---- Prints what is emitted in a prefill in C. kernels/cpu/attention/emission.h has what
--- does not depend on the expressions.
+--- Prints C code for what a prefill emits. kernels/cpu/attention/emission.h has the code
+-- that does not depend on the expressions.
 local c_printer = require "kvlab.kernel.print.c_printer"
 local c_text = require "kvlab.kernel.print.c_text"
 local expression = require "kvlab.kernel.expression.expression"
@@ -134,8 +134,8 @@ static %s %s(const struct arguments *a, int kv_head, int length, int blocks,
 %s}
 ]]
 
---- The functions that compute values of a query alone; needed says whether a query can
--- add anything.
+--- The functions that compute values which depend only on a query; `needed` says whether
+-- a query can add anything.
 local function query_functions(self)
   local plan, texts = self.plan, {}
   local function add(name, kind, lines)

@@ -6,9 +6,10 @@ local schedule = require "kvlab.kernel.print.schedule"
 
 local M = {}
 
--- Query heads of a group whose operations are written out one after the other; larger
--- groups are a loop. Fewer are where an expression has many operations, because compilers
--- need more than a minute for functions of some thousands of them.
+-- Up to how many query heads of a group have their operations written out one after the
+-- other; larger groups are a loop. If an expression has many operations, it is fewer
+-- heads, because compilers need more than a minute for functions of some thousands of
+-- operations.
 local HEADS_UNROLLED, OPERATIONS_MAX = 16, 1024
 
 local TYPES = { f32 = "float", i32 = "int32_t", u32 = "uint32_t", u64 = "uint64_t",
@@ -103,7 +104,7 @@ end
 --- The type's part in the name of a function: f32, or vf for vectors.
 local function suffix(kind, vector) return vector and VECTORS[kind] or kind end
 
---- What an operator makes of the texts of its operands.
+--- The text of an operation, from the texts of its operands.
 local function operation(x, t, vector)
   local op, kind = x.op, x.type
   local from = x.args[1].type
@@ -147,7 +148,7 @@ local function operation(x, t, vector)
   return ("%s(%s)"):format(name, table.concat(t, ", "))
 end
 
---- What a reduction begins with, by its type.
+--- The initial value of a reduction, by its type.
 local START = { sum = { f32 = "0", i32 = "0", u32 = "0", u64 = "0" },
                 max = { f32 = "-INFINITY", i32 = "INT32_MIN", u32 = "0", u64 = "0" },
                 min = { f32 = "INFINITY", i32 = "INT32_MAX", u32 = "UINT32_MAX",
@@ -156,7 +157,7 @@ local START = { sum = { f32 = "0", i32 = "0", u32 = "0", u64 = "0" },
 
 -- ---- parts of a kernel ----------------------------------------------------------------
 
---- What the names of a block's variables end with where several are scored at once.
+--- The suffix of the names of a block's variables if several blocks are scored at once.
 local function item_of(bind) return bind.item and "_" .. bind.item.text or "" end
 
 local KINDS = { pages = "struct kvl_pages ", pointer = "const void *", out = "void *",
@@ -192,8 +193,8 @@ local function input_lines(plan, seq, row)
   return lines
 end
 
---- Opens the scopes of a kernel, lets `fn` print into the innermost one, and returns the
--- lines of what is fixed and of a block.
+--- Opens the scopes of a kernel, lets `fn` print into the innermost one, and returns two
+-- lists of lines: those that are fixed for the kernel, and those of a block.
 local function body(self, fn)
   local plan = self.plan
   local s = schedule.new(self, plan.sizes)
@@ -206,7 +207,7 @@ local function body(self, fn)
   return s.scopes[schedule.FIXED].lines, s.scopes[schedule.BLOCK].lines
 end
 
---- What is emitted where nothing is read.
+--- The number that is emitted where nothing is read.
 function M.nothing(root)
   return M.literal(nil, place.NOTHING[root.join], "f32")
 end
@@ -214,7 +215,7 @@ end
 --- How many numbers are emitted for each block.
 function M.cells(root) return root.by_token and "TOKENS" or "1" end
 
---- Lines that compute the values of the query at hand, in what a prefill emits.
+--- Lines that compute the values of the present query, for what a prefill emits.
 ---@return string[]
 function M.query_value_lines(plan)
   local lines = {}

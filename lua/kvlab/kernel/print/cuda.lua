@@ -13,7 +13,8 @@ local ELEMENTS, fixed_lines = printer.ELEMENTS, printer.fixed_lines
 local M = {}
 
 local THREADS, WARP = 256, 32
--- Queries that are kept in registers: floats in each lane; more lie in shared memory.
+-- How many floats of queries each lane holds in registers; larger queries lie in shared
+-- memory.
 local QUERY_FLOATS = 64
 
 local SUMMARY = [[
@@ -124,7 +125,7 @@ local function main_dtype(plan)
   return best
 end
 
---- Whether anything runs along dim.
+--- Whether any value has the dimension dim.
 local function has_rows(plan)
   local has, seen = false, {}
   for _, root in ipairs(plan.roots) do
@@ -150,8 +151,8 @@ local function lay_out(self)
   self.partial = chunks % team ~= 0
 end
 
---- Whether a node reduces over tokens, and whether queries meet only what differs between
--- blocks.
+--- Whether a node reduces over tokens, and whether queries are combined only with values
+-- that differ between blocks.
 local function look(plan)
   local over_tokens, alone, varies, seen = false, false, {}, {}
   for _, root in ipairs(plan.roots) do

@@ -105,7 +105,7 @@ local function has_large_tiles(target)
   return number >= 90 and number < 120
 end
 
---- The same over listed tokens. The rules are those of instances/listed.cu.
+--- The same over listed tokens, with the rules of instances/listed.cu.
 local function listed_kernel(dim, group, q, kv, last, mend, target)
   local size = size_for(dim, 64, 128, 256)
   local fits = has_large_tiles(target) or last ~= "" or dim <= 128

@@ -16,7 +16,8 @@ local shared = require "kvlab.kernel.print.c_text"
 local bytes_of, TYPES = shared.bytes_of, shared.TYPES
 local M = {}
 
--- Elements of all arrays of a thread that spare it operations; they lie in local memory.
+-- The most elements of all arrays that save a thread operations; they lie in local
+-- memory.
 local ARRAY_ROOM = 4096
 
 -- The types of stored numbers.
@@ -60,7 +61,7 @@ end
 
 function Printer:loop(s, dim, size, _, share)
   local name = s:name(dim:sub(1, 1))
-  if dim == "token" then -- always all of them: lanes of a warp must not part
+  if dim == "token" then -- always all of them: lanes of a warp must not diverge
     s.scopes[s.top - 1].lines[#s.scopes[s.top - 1].lines + 1] = "#pragma unroll 4"
     return ("for (int %s = 0; %s < TOKENS; %s++) {"):format(name, name, name), "}", name
   end
@@ -74,8 +75,9 @@ function Printer:loop(s, dim, size, _, share)
   return ("for (int %s = 0; %s < %d; %s++) {"):format(name, name, size, name), "}", name
 end
 
---- The loop has as many turns for every word, because lanes of a warp must not part; bits
--- past the last are those of the last, and are not packed.
+--- The loop has the same number of iterations for every word, because lanes of a warp
+-- must not diverge; iterations past the last bit compute the last bit again, and do not
+-- pack it.
 function Printer:word_loop(s, word, size)
   local bit, at = s:name "b", s:name "at"
   s:line(("const int %s = %s * 32;"):format(at, word))
@@ -108,8 +110,8 @@ end
 
 function Printer:is_named(x) return #x.args > 0 end
 
---- Queries that lie in shared memory are read again for every few blocks; products of
--- them and rows are each block's own.
+--- Queries in shared memory are read again for every few blocks; each block has its own
+-- products of queries and rows.
 function Printer:varies(x)
   if x.op ~= "leaf" then return false end
   local of_query = self.plan.of_query
@@ -242,7 +244,8 @@ end
 
 -- ---- arrays ---------------------------------------------------------------------------
 
---- What differs between blocks is each thread's own; the rest is the thread block's.
+--- A value that differs between blocks belongs to one thread; other values are shared by
+-- the thread block.
 function Printer:array(name, kind, count, varies)
   self.own = varies and "true" or "team == 0"
   return ("%s%s %s[%d];"):format(varies and "" or "__shared__ ", TYPES[kind], name, count)

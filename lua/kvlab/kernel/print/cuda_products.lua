@@ -4,9 +4,9 @@
 --
 -- Rows come through a ring of tiles in shared memory. A warp multiplies each tile with
 -- the queries of the group, which lie in shared memory as sums of 16-bit numbers, and
--- leaves the sums in shared memory. At the end of a turn it computes the rest of the
--- score from them: by one lane for each block, or, where each token has a sum, by
--- a team of lanes for each block.
+-- leaves the sums in shared memory. At the end of an iteration it computes the rest of
+-- the score from these sums: with one lane for each block or, where each token has a sum,
+-- with a team of lanes for each block.
 local expression = require "kvlab.kernel.expression.expression"
 local shared = require "kvlab.kernel.print.c_text"
 local printer = require "kvlab.kernel.print.cuda_printer"
@@ -19,14 +19,14 @@ local WARP, KIB = 32, 1024
 -- ORDER kvl_dtype
 local QUERY_DTYPES = { f32 = 0, f16 = 1, bf16 = 2 }
 
--- ---- whether it can be done so --------------------------------------------------------
+-- ---- whether a score can be printed in this way ---------------------------------------
 
 --- KiB of shared memory that a thread block may have, and a multiprocessor has.
 local SHARED = { [80] = { 163, 164 }, [86] = { 99, 100 }, [87] = { 163, 164 },
                  [89] = { 99, 100 }, [120] = { 99, 100 }, [121] = { 99, 100 } }
 local SHARED_OTHERS = { 227, 228 }
 
---- The architecture of a target, "sm_90a" or "compute_80"; 90 for what is no GPU.
+--- The architecture of a target, "sm_90a" or "compute_80"; 90 if the target is no GPU.
 local function number_of(target)
   return tonumber(target:match "^sm_(%d+)" or target:match "^compute_(%d+)") or 90
 end
@@ -64,7 +64,8 @@ local function bytes_with(self, q_dtype)
   return bytes
 end
 
---- What such a kernel of a plan is made of; nil: it has to be printed in another way.
+--- The parts of such a kernel for a plan; nil: the score has to be printed in another
+-- way.
 ---@param plan kvlab.Plan
 ---@param target string  "sm_90a", or what is no GPU
 ---@return table|nil
@@ -96,9 +97,9 @@ function M.find(plan, target)
   return self
 end
 
--- ---- factors, and sums by the book ----------------------------------------------------
+-- ---- factors, and sums term by term ---------------------------------------------------
 
---- What a leaf is at one head and number d of its row; nil for other nodes.
+--- The text of a leaf at one head and number d of its row; nil for other nodes.
 local function leaf_text(self, x, rows)
   if x.op == "number" then return shared.literal(nil, x.value, x.type) end
   if x.op == "param" then return ("(float)a->param_%s"):format(x.name) end
@@ -114,8 +115,8 @@ local function leaf_text(self, x, rows)
   return row or #x.args == 0 and x.name or nil
 end
 
---- The text of a value at one head and number d of its row, after lines for what it has
--- several times. rows: the text of each row.
+--- The text of a value at one head and number d of its row, after lines for nodes that it
+-- uses several times. rows: the text of each row.
 local function value_text(self, x, rows, lines)
   local text_of, named = {}, expression.named { x }
   expression.each(x, function(one)
@@ -150,7 +151,7 @@ DEVICE_APART float exact_%d(const arguments *a, const uint4 *tile, int item,
 }
 ]]
 
---- A sum by the book, of an item in a tile.
+--- A sum term by term, for an item of a tile.
 local function exact_text(self, at, sum)
   local lines, names = {}, {}
   for _, factor in ipairs(sum.factors) do
@@ -325,7 +326,8 @@ local function plan_of_rest(self)
                         fields = fields }, { __index = plan })
 end
 
---- Lines that compute the rest of the score, and those of it that are fixed.
+--- Lines that compute the rest of the score, and the lines among them that are fixed for
+-- the kernel.
 local function rest_lines(self)
   local whole, group = self.plan, self.plan.sizes.head
   self.plan = plan_of_rest(self)

@@ -1,9 +1,10 @@
---- Prints what is emitted in a prefill in CUDA. A thread block takes a few blocks of a
+--- Prints CUDA code for what a prefill emits. A thread block takes a few blocks of a
 -- KV head, whose keys stay in shared memory, and all queries that see them, a tile at a
 -- time. The warps multiply the tile with the keys on the tensor cores and leave the
--- scores in shared memory. Then teams of lanes compute the expressions from these, each
--- of one query and one block at a time. A block's sum has one order.
--- kernels/cuda/attention/emission.cuh has what does not depend on the expressions.
+-- scores in shared memory. Then teams of lanes compute the expressions from the scores;
+-- each team takes one query and one block at a time. A block's sum always has the same
+-- order. kernels/cuda/attention/emission.cuh has the code that does not depend on the
+-- expressions.
 local expression = require "kvlab.kernel.expression.expression"
 local pages = require "kvlab.tensor.pages"
 local products = require "kvlab.kernel.print.cuda_products"
@@ -20,7 +21,7 @@ local KIB = 1024
 
 local function round_up(n, to) return math.ceil(n / to) * to end
 
---- What keys are in shared memory: packed ones become f32.
+--- The dtype of keys in shared memory: packed keys become f32.
 local function tile_dtype(plan)
   return pages.CODECS[plan.codec].packs and "f32" or plan.codec
 end
@@ -43,7 +44,7 @@ local function shape_of(plan, threads, rows)
   function s.bytes(q_dtype)
     local terms = products.terms_of({ is_exact = true }, tile_dtype(plan), q_dtype)
     local bytes = s.keys_bytes + s.logits_bytes + rows * 4 + terms * rows * s.dim * 2
-    -- above 48 KiB in all, the launch has to ask for it, which it does by these bytes
+    -- above 48 KiB in all, the launch has to ask for them, which it does by this number
     return bytes + s.static > 48 * KIB and math.max(bytes, 48 * KIB + 16) or bytes
   end
   return s
@@ -244,7 +245,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 %s}
 ]]
 
---- The functions that compute values of a query alone, and the one that finds queries.
+--- The functions that compute values which depend only on a query, and the function that
+-- finds the queries that are needed.
 local function query_functions(self)
   local plan, texts = self.plan, {}
   for i, value in ipairs(plan.query_values) do

@@ -32,8 +32,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 }
 ]]
 
---- The start of every block that a team scores in one turn. What was looked up before the
--- turn lies in found_U.
+--- The start of every block that a team scores in one iteration. Blocks that were looked
+-- up before it are in found_U.
 local function item_lines(self, u)
   local item, lines = self.items > 1 and "_" .. u or "", {}
   local function line(text) lines[#lines + 1] = (text:gsub("@", item)) end
@@ -45,9 +45,9 @@ local function item_lines(self, u)
   return lines
 end
 
---- Rows of fields are loaded a turn ahead, and their blocks are looked up two turns
--- ahead, so that a team computes while it waits for memory. Returns the lines before the
--- loop and those at its start.
+--- Rows of fields are loaded one iteration ahead, and their blocks are looked up two
+-- iterations ahead, so that a team computes while it waits for memory. Returns the lines
+-- before the loop and those at its start.
 local function pipeline(self)
   local before, start = {}, {}
   local function add(list, text, ...) list[#list + 1] = text:format(...) end

@@ -14,9 +14,10 @@ Printer.__index = Printer
 
 local ARRAYS = { f32 = "double", i32 = "int32_t", u32 = "uint32_t", u64 = "uint64_t",
                  bool = "uint8_t" }
--- Variables of a function that hold values; Lua has room for 200, with those of loops.
+-- The most variables of a function that hold values; Lua has room for 200, including
+-- those of loops.
 local VARIABLES_MAX = 100
--- How a stored number is read; the others are what they are.
+-- How a stored number is read, for dtypes that need a conversion.
 local READ = { f16 = "F16[%s]", bf16 = "BF16[%s]", f8e4m3 = "F8[%s]" }
 
 function Printer:mode() return "loop" end
@@ -65,10 +66,10 @@ end
 
 function Printer:declare(_, _, name, text) return set(name, text) end
 
---- Lua has room for 200 variables in a function: what is used once needs none.
+--- Lua has room for 200 variables in a function: a value that is used once needs none.
 function Printer:is_named(x) return self.named[x] end
 
---- A name for a value; past VARIABLES_MAX of them it is a place in the table `more`.
+--- A name for a value; after VARIABLES_MAX names, it is an entry of the table `more`.
 function Printer:variable(s, prefix)
   if s:count_variable() <= VARIABLES_MAX then return s:name(prefix) end
   self.more = self.more + 1
@@ -113,7 +114,7 @@ local function load(pointer, at, dtype, kind)
   return text
 end
 
---- What K and V are stored in as a Lua kernel sees them: packed pages are unpacked first.
+--- The dtype of K and V that a Lua kernel sees: packed pages are unpacked first.
 local function lua_codec(plan)
   return pages.CODECS[plan.codec].packs and "f32" or plan.codec
 end
@@ -459,8 +460,8 @@ local function print_hook(self)
     .. indented(s.scopes[schedule.FIXED].lines, "  "))
 end
 
---- Calls fn(text, at) with the value that is emitted and its cell of the block, inside of
--- a loop if there is one for each token.
+--- Calls fn(text, at) with the emitted value and its cell of the block, inside of a loop
+-- if there is a value for each token.
 local function each_cell(s, root, fn)
   if not root.by_token then return fn(s:value(root.node, {}), "0") end
   s:over({ "token" }, function(bind)
@@ -469,7 +470,7 @@ local function each_cell(s, root, fn)
   end)
 end
 
---- What is emitted where nothing is read.
+--- The number that is emitted where nothing is read.
 local function nothing(self, root)
   return self:literal(place.NOTHING[root.join], "f32")
 end
@@ -500,7 +501,7 @@ end
 ]]
 local QUERY_CALL = "compute_%s(kv_head, length, blocks, query_index)"
 
---- The functions that compute values of a query alone.
+--- The functions that compute values which depend only on a query.
 local function query_values_text(self)
   local texts = {}
   for i, value in ipairs(self.plan.query_values) do

@@ -1,16 +1,16 @@
 --- Orders the work of a kernel: which value is computed in which loop. It knows no
 -- language; a printer (kernel/print/*.lua) says how each thing is written.
 --
--- A value belongs to the innermost loop that one of its dimensions is bound to, so
--- everything is computed as early as it can be, and once. A reduction is a loop of its
--- own at that place. If such a value would be computed anew by each turn of a loop
--- around it that it does not depend on, it is computed before, into an array.
+-- A value is computed in the innermost loop among those of its dimensions, so everything
+-- is computed once, and as early as possible. A reduction is a loop of its own there. If
+-- such a value would be computed again in each iteration of an outer loop that it does
+-- not depend on, it is computed before that loop, into an array.
 --
--- The printer decides how a dimension is walked (its `mode`):
---   loop    an ordinary loop, one element a turn
+-- The printer decides how the loop over a dimension runs (its `mode`):
+--   loop    an ordinary loop, one element in each iteration
 --   unroll  no loop: the text is repeated for every element
 --   vector  a loop over vectors of elements; reductions over it end with a horizontal one
---   lanes   elements lie in the threads of a team, a few in each; the text is repeated
+--   lanes   the threads of a team hold the elements, a few in each; the text is repeated
 --           for those of one thread, and reductions over it end with one over the team
 local M = {}
 
@@ -18,15 +18,15 @@ local M = {}
 local Schedule = {}
 Schedule.__index = Schedule
 
--- Arrays with more elements are not made; the value is then computed again.
+-- The most elements of such an array; if it would be larger, the value is computed again.
 local ARRAY_MAX = 65536
--- If several loops need a value, each may compute it again with so many operations.
+-- If several loops need a value, each may spend this many operations to compute it again.
 local AGAIN_MAX = 16
--- Lines of a kernel: more would keep a compiler busy for minutes.
+-- The most lines of a kernel: more would keep a compiler busy for minutes.
 local LINES_MAX = 50000
 
---- What is fixed throughout a kernel (its sequence and KV head) is level 1, what is fixed
--- throughout a block is level 2.
+--- Level 1 has what is fixed throughout a kernel (its sequence and KV head), level 2 what
+-- is fixed throughout a block.
 local FIXED, BLOCK = 1, 2
 
 ---@param printer table
@@ -48,8 +48,8 @@ function Schedule:variable(prefix)
   return self:name(prefix)
 end
 
---- Notes that the innermost scope has one more variable. Returns how many all of the
--- scopes have that are open.
+--- Records that the innermost scope has one more variable. Returns how many variables all
+-- open scopes have.
 function Schedule:count_variable()
   local scope = self.scopes[self.top]
   scope.variables, self.variables = (scope.variables or 0) + 1, self.variables + 1
@@ -66,8 +66,7 @@ function Schedule:line(text)
   end
 end
 
---- What fn returns, the first time that it is asked for under this key since the scope
--- began.
+--- The result of fn under a key: fn is called once for each key in a scope.
 function Schedule:once(key, fn)
   local memo = self.scopes[self.top].memo
   if memo[key] == nil then memo[key] = fn() end
@@ -110,9 +109,9 @@ end
 local VARYING = { k = true, v = true, tokens = true, index = true, block = true,
                   logit = true, score = true }
 
---- Notes of each node: varies (from block to block), height (reductions inside of it), an
--- id, and its dimensions as loops see them: what varies has one more, item, where a
--- printer works on several blocks at once.
+--- Records for each node: varies (from block to block), height (reductions inside of it),
+-- an id, and its dimensions as loops see them. If a printer works on several blocks at
+-- once, a node that varies has one more dimension, item.
 local function note(self, x)
   local varies = self.printer:varies(x) or x.op == "field" or x.op == "input"
     or x.op == "leaf" and VARYING[x.name]
@@ -130,7 +129,7 @@ end
 
 -- ---- what several loops need ----------------------------------------------------------
 
---- Whether a value differs between the turns of a loop.
+--- Whether a value differs between the iterations of a loop.
 local function is_looped(self, x)
   for _, dim in ipairs(x.dims) do
     local mode = self.printer:mode(dim, self.sizes[dim])
@@ -156,7 +155,7 @@ local function loops_of(self, order)
   return loops
 end
 
---- Notes what a loop that needs x computes for it, up to AGAIN_MAX + 1 operations.
+--- Counts the operations by which a loop that needs x computes it, up to AGAIN_MAX + 1.
 ---@return integer  how many they are
 local function add_again(again, x)
   local all, count = again[x], 1
@@ -170,9 +169,9 @@ local function add_again(again, x)
   return count
 end
 
---- Finds the values that are computed once, into arrays, because several loops need them
--- and each would have to do much to compute them anew. Otherwise a chain of n reductions,
--- each of what the one before it left, would print n loops of up to n operations.
+--- Finds the values that several loops need and that would cost each loop much to compute
+-- again; they are computed once, into arrays. Otherwise a chain of n reductions, each
+-- over the result of the previous one, would print n loops of up to n operations.
 local function find_apart(self, order)
   local loops, again = loops_of(self, order), {}
   self.apart = {}
@@ -187,7 +186,7 @@ local function find_apart(self, order)
   end
 end
 
---- Takes in the expressions that will be asked for.
+--- Registers the expressions that will be printed.
 ---@param roots kvlab.Expression[]
 ---@param each fun(root: table, fn: function, seen: table)  walks a root, operands first
 function Schedule:take(roots, each)
@@ -235,7 +234,7 @@ end
 
 --- Whether the value would be computed again by a loop that it does not depend on.
 local function is_repeated(self, x, bind, level)
-  -- a sum along dim gives one token's number, where a vector over tokens is wanted
+  -- a sum along dim gives the number of one token, but a vector over tokens is wanted
   if x.over == "dim" and bind.token and bind.token.vector then return true end
   if x.op == "number" or x.op == "const" or x.op == "param" or #x.dims == 0 then
     return false
@@ -254,7 +253,7 @@ local function is_repeated(self, x, bind, level)
   return false
 end
 
---- What a turn of a loop binds its dimension to: one element or vector, or several
+--- What an iteration of a loop binds its dimension to: one element or vector, or several
 -- vectors, which reductions inside of the loop compute together.
 local function elements_of_turn(text, level, vector, together)
   local list = {}
@@ -265,8 +264,8 @@ local function elements_of_turn(text, level, vector, together)
   return list
 end
 
---- Binds every dimension of a list in turn and calls fn with the bindings, inside of the
--- loops that are needed.
+--- Binds the dimensions of a list, one after the other, and calls fn with the bindings,
+-- inside of the loops that are needed.
 function Schedule:over(dims, fn, bind, i)
   bind, i = bind or {}, i or 1
   local dim = dims[i]
@@ -297,8 +296,8 @@ end
 
 local reduce_group
 
---- Fills an array of sums along dim for some tokens at a time, if the printer wants that:
--- their rows are then added up across lanes together.
+--- Fills an array of sums along dim for several tokens at a time, if the printer wants
+-- that: their sums across lanes are then computed together.
 local function fill_by_tokens(self, x, name, item)
   local step = self.printer.tokens_together and self.printer:tokens_together(x)
   if not step then return false end
@@ -330,7 +329,7 @@ local function fill_array(self, x, item)
     if count > printer.array_room then return nil end
     printer.array_room = printer.array_room - count
   end
-  local own = printer.own -- of an array around this one, whose values need it
+  local own = printer.own -- of an outer array, whose values need this one
   local name = self:variable "array"
   self:line(self.printer:array(name, x.type, count, self.varies[x]))
   if fill_by_tokens(self, x, name, item) then
@@ -350,7 +349,7 @@ local function fill_array(self, x, item)
   return name
 end
 
---- The place of an element in row-major order of these dimensions.
+--- The index of an element in row-major order of these dimensions.
 function Schedule:index(dims, bind, stored)
   local text
   for _, dim in ipairs(stored or dims) do
@@ -390,9 +389,8 @@ end
 
 -- ---- reductions -----------------------------------------------------------------------
 
---- All bindings of a reduction's dimensions that share its loop: those to loops as they
--- are in `bind`, with all vectors of the turn, and every element of a dimension that is
--- unrolled.
+--- All bindings of a reduction's dimensions that share its loop: loop dimensions as in
+-- `bind`, with all vectors of the iteration, and every element of an unrolled dimension.
 local instances
 function instances(self, x, bind, others)
   local list = { {} }
@@ -425,7 +423,7 @@ end
 
 function Schedule:instances(x, bind) return instances(self, x, bind) end
 
---- One turn of the loop, or one element of an unrolled one.
+--- One iteration of the loop, or one element of an unrolled loop.
 local function turn(self, work, to)
   for _, one in ipairs(work) do
     one.bind[one.dim] = to
@@ -453,7 +451,8 @@ local function pack(self, x, bind)
   return name
 end
 
---- others: bindings of one more dimension than `bind`, for which it is asked, too.
+--- others: bindings of one more dimension than `bind`, for which the value is printed,
+-- too.
 function reduce_group(self, x, bind, others)
   local dim, printer, work = x.over, self.printer, {}
   local mode = printer:mode(dim, self.sizes[dim])

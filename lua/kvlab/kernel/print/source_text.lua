@@ -18,7 +18,7 @@ local function parameter(arg)
 end
 
 --- The parameters of the user's function, the members of the struct of arguments, and the
--- values that the one gets from the other.
+-- values of the parameters, taken from the struct.
 local function signature(self)
   local parameters, members, values = {}, {}, {}
   local function add(one, member, value)
@@ -110,8 +110,8 @@ function M.place_of_user()
   until not info
 end
 
---- The line of a text in a file, of several the one nearest to `line`; nil if it is not
--- there.
+--- The line of a text in a file; if it occurs several times, the occurrence nearest to
+-- `line`; nil if it does not occur.
 local function line_of(file, text, line)
   local best, above, from = nil, 1, 1
   local at = file:find(text, 1, true)
@@ -124,8 +124,8 @@ local function line_of(file, text, line)
   return best
 end
 
---- The line and file of a text for #line: of the user's file, or of the text itself if it
--- is not found there.
+--- The line and file for #line: in the user's file or, if the text is not found there, in
+-- the text itself.
 function M.place_of(self, kind)
   local file = self.file and files.read(self.file)
   local line = file and line_of(file, self[kind], self.line)

@@ -1,9 +1,8 @@
 --- The kernels that were compiled, on disk: one file a kernel, in a private folder,
 -- $XDG_CACHE_HOME/kvlab or ~/.cache/kvlab. A file's name is the hash of all that the
--- kernel was made from. It begins with a line that holds the hash of this name and of
--- the rest; a file that does not fit is not loaded. Where the folder cannot be written
--- to, or others can write to it, nothing is kept, and each process compiles its kernels
--- again.
+-- kernel was made from. It begins with a line that holds the hash of this name and of the
+-- rest; a file whose hash differs is not loaded. If the folder cannot be written to, or
+-- others can write to it, nothing is stored, and each process compiles its kernels again.
 local bit = require "bit"
 local cache_folder = require "kvlab.cache_folder"
 local ffi = require "ffi"
@@ -34,7 +33,7 @@ M.HEADER = "cpu/expression.h.gch"
 M.folder = cache_folder.path
 local usable = cache_folder.usable -- nil if kernels cannot be kept there
 
---- Why kernels are not kept; nil where they are. Makes the folder if need be.
+--- The reason why kernels are not stored; nil if they are. Makes the folder if need be.
 ---@return string|nil
 function M.problem()
   local folder = M.folder()
@@ -59,7 +58,7 @@ local function read(folder, name)
   if hash and hash == seal(name, image) then return image end
 end
 
---- The image of a kernel that was kept; nil if there is none, or not a whole one.
+--- The image of a stored kernel; nil if there is none, or if it is damaged.
 ---@param name string  the hash of what it was made from
 ---@return string|nil
 function M.load(name)
@@ -90,8 +89,8 @@ function M.keep(name, image, folder)
   return ok and true or false
 end
 
---- Where headers are kept that were precompiled from what `text` says; nil if nothing can
--- be kept.
+--- The folder of the headers that were precompiled from `text`; nil if nothing can be
+-- stored.
 ---@param text string
 ---@return string|nil folder
 function M.headers(text)
@@ -118,7 +117,7 @@ local function bytes_of(path)
   return bytes
 end
 
---- How many kernels are kept, and their bytes and those of precompiled headers.
+--- How many kernels are stored, the bytes of these, and the bytes of precompiled headers.
 ---@return integer count
 ---@return integer bytes
 function M.size()

@@ -7,7 +7,7 @@ local library = require "kvlab.library"
 
 local M = {}
 
--- A compiler that takes longer is ended.
+-- A compiler that takes longer is stopped.
 M.seconds_max = 60
 -- How well kernels are optimised. Specs choose -Og.
 M.level = "-O3"
@@ -18,12 +18,12 @@ local AVX2 = " -mavx2 -mfma -mf16c"
 local ISA_FLAGS = { plain = "", avx2 = AVX2, avx512 = AVX2 .. " -mavx512f -mavx512bw "
   .. "-mavx512dq -mavx512vl -mprefer-vector-width=512" }
 -- The header that kernels begin with. Half of the time of a compilation goes into what it
--- includes, so kernels include it precompiled. A process that compiles many makes that if
--- no other has: it pays from the fifth kernel on.
+-- includes, so kernels include it precompiled. A process that compiles many kernels
+-- precompiles it if no other process has; this pays off from the fifth kernel on.
 local HEADER, FEW = "cpu/expression.h", 4
--- Letters of a source beyond which -O3 takes minutes: it gets -O1.
+-- Above so many letters of source, -O3 takes minutes, so -O1 is used.
 local LONG = 200000
--- Floats in a vector of each.
+-- Floats in a vector of each instruction set.
 M.LANES = { plain = 4, avx2 = 8, avx512 = 16 }
 
 ffi.cdef [[
@@ -32,8 +32,8 @@ char *mkdtemp(char *template);
 ]]
 local CAN_RUN = 1
 
---- Whether a command can be run. It needs no shell, so that it is right where no process
--- can be started.
+--- Whether a command can be run. It starts no process, so it is right even if none can be
+-- started.
 local function is_command(name)
   if name:find("/", 1, true) then return ffi.C.access(name, CAN_RUN) == 0 end
   for folder in ((os.getenv "PATH" or "") .. ":"):gmatch "([^:]*):" do
@@ -81,8 +81,8 @@ local function make_temporary(path)
   return ffi.string(made)
 end
 
---- The system's words if this process has hardly any files left to open; else nil. A
--- shell needs about ten, and what it says of that does not reach us.
+--- The system's error text if this process can hardly open more files; else nil. A shell
+-- needs about ten files, and its own error would not reach us.
 local function few_files()
   local list, why = {}, nil
   for i = 1, 16 do
@@ -93,7 +93,7 @@ local function few_files()
   return why
 end
 
---- What a command that failed said, and how it ended.
+--- The output of a command that failed, and how it ended.
 local function words_of(cc, status, log)
   local code, said = math.floor(status / 256), (files.read(log) or ""):sub(1, 2000)
   said = said:match "^(.-)%s*$"
@@ -120,7 +120,7 @@ local function includes()
 end
 
 local compiled = 0        -- kernels of this process
-local precompiled_of = {} -- folders by flags: there is one, or it cannot be made
+local precompiled_of = {} -- folders by flags; false if one cannot be made
 
 --- Precompiles the header into a folder, unless another process is faster.
 local function precompile(cc, flags, folder)
@@ -139,8 +139,8 @@ local function precompile(cc, flags, folder)
 end
 
 --- A folder to include from, in which the header is precompiled; nil if there is none.
--- Another compiler than gcc finds nothing there, and gcc takes nothing that another
--- version of it has made.
+-- Other compilers than gcc find nothing there, and gcc does not use what another version
+-- of gcc has made.
 local function precompiled(cc, flags)
   local folder = precompiled_of[flags] or cache.headers(table.concat({ cc, flags,
     ffi.string(library.C.kvl_code_headers()) }, "\0"))
@@ -153,7 +153,8 @@ local function precompiled(cc, flags)
   return path and files.real(path) and folder or nil
 end
 
---- Compiles kernel.c in a folder. A header that is damaged is done without.
+--- Compiles kernel.c in a folder. If the precompiled header is damaged, it compiles
+-- without it.
 local function compile_in(folder, cc, flags)
   local log, library_path = folder .. "/log", folder .. "/kernel.so"
   local kernels, runtime = includes()

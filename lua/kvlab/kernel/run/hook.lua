@@ -1,9 +1,9 @@
 --- What a policy's expressions do inside of attention. bias, mask and log_weight become
 -- a hook: code that changes the score of a query and a key before the softmax. It is
 -- compiled into a GPU's attention kernel, and called by that of the CPU. What a policy
--- emits in a decode step is computed from the scores that the softmax saw, which
--- attention keeps then, and from their log-sum-exp, without reading K again. A prefill
--- has too many scores to keep, so they are computed again from q and K.
+-- emits in a decode step is computed from the scores that the softmax saw, and from their
+-- log-sum-exp, without reading K again; attention stores the scores for this. A prefill
+-- has too many scores to store, so they are computed again from q and K.
 local expression = require "kvlab.kernel.expression.expression"
 local kernel = require "kvlab.kernel.run.kernel"
 local place = require "kvlab.kernel.expression.place"
@@ -16,7 +16,8 @@ local M = {}
 local Hook = {}
 Hook.__index = Hook
 
--- The scores are read in vectors and by lanes of a warp, which may end after the last.
+-- The scores are read in vectors and by lanes of a warp, which may read past the last
+-- score.
 local PAST_END = 32
 
 local function new_scores(self, ctx, seqs, room)
@@ -41,7 +42,8 @@ local function view_of(buffer, seqs, heads, tokens)
 end
 
 --- Memory for what is emitted by token under a name: f32 [seqs, kv_heads, width *
--- block_size]. There is a view for each shape of a step, because graphs write to it.
+-- block_size]. There is a view for each shape of a step, because graphs write to these
+-- views.
 local function cells_of(self, name, ctx)
   local kept = self.cells[name]
   local view = kept[ctx.shape_number]
@@ -58,8 +60,9 @@ local function cells_of(self, name, ctx)
   return view
 end
 
---- What is emitted under a name where nothing is read, and a tensor for it: by token, or
--- of scores, which belongs to the policy until the layer is over.
+--- The number that is emitted under a name where nothing is read, and a tensor for the
+-- results: by token, or a tensor of scores. It belongs to the policy until the layer is
+-- over.
 local function new_emitted(self, name, ctx)
   local root = self.emits[name].plan.roots[1]
   return root.by_token and cells_of(self, name, ctx) or ctx:new_scores(),
@@ -95,8 +98,8 @@ end
 local ARGUMENTS_MAX = 192
 
 --- The hook's code for a dtype of queries, a phase and a source of keys: blocks, or
--- listed tokens. On the CPU all have the same. nil: nothing is changed and no scores are
--- kept.
+-- listed tokens. On the CPU all of these have the same code. nil: nothing is changed and
+-- no scores are stored.
 local function code_for(self, dtype, is_prefill, is_listed)
   if is_prefill and not self.changes then return nil end
   local key = self.shape.device:is_cpu() and ""
@@ -126,8 +129,8 @@ function Hook:kernels()
   return list
 end
 
---- Prepares the hook for a layer. Returns its kernel, and where attention keeps the
--- scores; nil: there is none. is_listed: attention reads listed tokens.
+--- Prepares the hook for a layer. Returns its kernel, and the memory where attention
+-- stores the scores; nil if there is no hook. is_listed: attention reads listed tokens.
 function Hook:prepare(ctx, is_listed)
   -- on a GPU, the kernels of prompts attend to draft trees
   local as_prompt = ctx.is_prefill or ctx.tree ~= nil and not self.shape.device:is_cpu()
@@ -175,8 +178,8 @@ function Hook:attend_listed(attention, ctx, listed, out, lse)
   return out
 end
 
---- Bytes that the hook and what is emitted read of each attended block and KV head: the
--- policy's inputs, and for each emitted number the scores that were kept.
+--- Bytes that the hook and `emit` read for each attended block and KV head: the policy's
+-- inputs, and for each emitted number the stored scores.
 function Hook:bytes_block()
   local shape, _, one = self.shape, next(self.codes)
   local numbers = one and #one.plan.inputs or 0
@@ -187,7 +190,7 @@ function Hook:bytes_block()
   return 4 * numbers
 end
 
---- What was emitted is no more.
+--- Drops what was emitted.
 function Hook:forget()
   for name in pairs(self.emits) do self.owner.emitted[name] = nil end
 end
@@ -198,7 +201,8 @@ local function is_emitting(self, is_prefill)
   return next(self.emits) ~= nil
 end
 
---- What the policy emits of a layer that it has no part in, as if nothing were read.
+--- What the policy emits in a layer where it takes no part: the same as if nothing were
+-- read.
 function Hook:emit_nothing(ctx)
   if not is_emitting(self, ctx.is_prefill) then return end
   for name in pairs(self.emits) do
@@ -232,7 +236,8 @@ function M.attend_in_prefill(hook, emitters, attention, reader, selection, ctx, 
   return out
 end
 
---- Gives the kernel what is the same for all parts of memory that the layer's K lies in.
+--- Sets the kernel's arguments that are the same for all parts of memory in which the
+-- layer's K lies.
 function Hook:begin_prompt(ctx)
   local one = self.prompt
   self:forget()
@@ -278,7 +283,7 @@ function Hook:add_part(ctx, lse, memory, selection, slots)
   one:launch()
 end
 
---- The policy gets what was emitted.
+--- Gives the policy what was emitted.
 function Hook:end_prompt()
   for name in pairs(self.emits) do self.owner.emitted[name] = self.sums[name] end
 end
@@ -306,7 +311,7 @@ function Hook:emit(name, selection, ctx, lse)
   return out
 end
 
---- Whether the hook runs in plain Lua, and so the whole op does.
+--- Whether the hook runs in plain Lua; then the whole op does.
 function M.is_in_lua(one) return one ~= nil and one.run ~= false end
 
 --- The op paged_attention in plain Lua, with the arguments `call`.
@@ -329,8 +334,8 @@ function M.check(def, numbers)
   return true
 end
 
---- Opens the kernel of what the policy emits in a prefill. changes: the definition whose
--- bias, mask and log_weight attention has then.
+--- Opens the kernel for what the policy emits in a prefill. changes: the definition whose
+-- bias, mask and log_weight this attention uses.
 local function open_prompt(self, changes)
   local def = { emit = self.expressions.emit, bias = changes.bias, mask = changes.mask,
                 log_weight = changes.log_weight }
@@ -338,8 +343,8 @@ local function open_prompt(self, changes)
     kernel.options_of(self.prompt_owner, self.shape, self.what)), self.shape.device)
 end
 
--- What the options, consts and inputs of the prefill's policy are called in the kernel of
--- another policy, which may have some of the same names.
+-- The names that options, consts and inputs of the prefill's policy get in the kernel of
+-- another policy, which may use some of the same names itself.
 local PREFIX = "prefill_"
 
 local RENAMED = { param = true, const = true, input = true }
@@ -362,7 +367,7 @@ local function renamed(def)
   return new
 end
 
---- Finds them in the policy that they belong to.
+--- Finds these options, consts and inputs in the policy that they belong to.
 local function owner_of_both(own, of_prefill)
   return setmetatable({}, { __index = function(_, name)
     if name:sub(1, #PREFIX) ~= PREFIX then return own[name] end
@@ -370,8 +375,8 @@ local function owner_of_both(own, of_prefill)
   end })
 end
 
---- The hooks of the policies that emit in a prefill: of the one that selects in it, and
--- of the others if they watch the prompt. nil: there are none.
+--- The hooks of the policies that emit in a prefill: of the policy that selects in it,
+-- and of other policies that watch the prompt. nil: there are none.
 ---@param prefill_policy table
 ---@param decode_policy table
 ---@param draft_policy table|nil

@@ -63,15 +63,15 @@ local function open_image(dev, what, image)
 end
 
 --- The name that the image of a source is kept under: the hash of all that it is made
--- from. The compiler is no part of it: any one gives the same meaning, and what was kept
--- must be found where there is none.
+-- from. The compiler is not part of the name: every compiler gives code with the same
+-- meaning, and stored code must be found even where there is no compiler.
 function M.name_of(source, target)
   local flags = compiler.LANES[target] and compiler.flags(target, source) or ""
   return cache.hash(table.concat({ source, target, flags,
     ffi.string(C.kvl_code_headers()) }, "\0"))
 end
 
---- The code of a source if it is in memory or was kept on disk, else nil; and its name.
+--- The code of a source if it is in memory or on disk, else nil; and its name.
 local function kept_code(dev, what, source, target)
   local name = M.name_of(source, target)
   if not loaded[name] then
@@ -81,9 +81,9 @@ local function kept_code(dev, what, source, target)
   return loaded[name], name
 end
 
---- The code of a source: from memory, from disk, or from the compiler. What was kept and
--- cannot be loaded, such as code that needs the OpenMP of a compiler that is gone, is
--- compiled again.
+--- The code of a source: from memory, from disk, or from the compiler. If stored code
+-- cannot be loaded, as when it needs the OpenMP library of a compiler that is gone, the
+-- source is compiled again.
 ---@param shown? string  what the compiler gets in place of the source: the same, but for
 --                       the lines that its errors name
 ---@return ffi.cdata*|nil code  kvl_code
@@ -107,8 +107,8 @@ end
 
 -- ---- arguments ------------------------------------------------------------------------
 
---- The target of a device, or "lua" where there is no compiler for it and the kernel was
--- not kept either. The first time that a compiler lacks, it is said.
+--- The target of a device; or "lua" if there is no compiler for it and no stored kernel
+-- either. Prints a line the first time that a compiler is missing.
 local function usual_target(plan, dev)
   local has, why
   if dev:is_cpu() then
@@ -332,7 +332,7 @@ local Q_DTYPES = library.dtypes
 local WAVES = 4
 
 --- The same for a kernel of products (kernel/print/cuda_products.lua): one wave of thread
--- blocks; with tokens shorter ones, which are shared out more evenly.
+-- blocks; for expressions with tokens, more and shorter blocks, which balance better.
 local function set_grid_of_products(kernel, ctx)
   local launch = kernel.products
   local turn, q_dtype = launch.turn, tonumber(ctx.query.dtype)
@@ -423,7 +423,7 @@ end
 
 -- ---- policies -------------------------------------------------------------------------
 
---- Raises for a parameter that is no option of the policy which is a number.
+--- Raises for a parameter unless it is an option of the policy that is a number.
 function M.check_params(x, what, numbers)
   expression.each(x, function(one)
     if one.op == "param" and not numbers[one.name] then

@@ -1,6 +1,6 @@
---- Paged attention in plain Lua, with a hook: what runs where there is no compiler for
--- the hook. It computes in doubles, one number after the other, on one thread. On a GPU,
--- what it reads is copied to the host. It takes the arguments of the op paged_attention.
+--- Paged attention in plain Lua, with a hook. It runs if there is no compiler for the
+-- hook. It computes in doubles, one number after the other, on one thread. On a GPU, what
+-- it reads is copied to the host. It takes the arguments of the op paged_attention.
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local lua_kernel = require "kvlab.kernel.run.lua_kernel"
@@ -10,7 +10,8 @@ local tensor = require "kvlab.tensor.tensor"
 local C, check = library.C, library.check
 local M = {}
 
---- The tensors on the host, as pointers by name, and readers of those of many dtypes.
+--- The tensors on the host, as pointers by name, and readers for tensors that may have
+-- several dtypes.
 local function host_of(call, dev)
   local a = {}
   for _, name in ipairs { "q", "tables", "lens", "starts", "selection", "listed", "slots",
@@ -77,8 +78,8 @@ local function tree_hides(a, d, row, back)
   return bit.band(bit.rshift(seen, back % 64), 1) == 0
 end
 
---- The keys of these blocks, or of one token of each, that row `query` of q sees, which
--- has this index: their indices, and where K and V of each begin in the cache.
+--- The keys of these blocks, or of one token of each, that row `query` of q sees (its
+-- token has this index): their indices, and where K and V of each begin in the cache.
 local function keys_of(call, a, d, blocks, kv_head, query, index, length)
   local indices, keys, values, n = {}, {}, {}, 0
   local first = (call.window or 0) > 0 and index + 1 - call.window or 0

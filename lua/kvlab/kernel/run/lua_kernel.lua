@@ -32,7 +32,7 @@ local function host_of(t)
   return bytes
 end
 
---- A tensor's memory as the host reads it, and what has to be kept meanwhile.
+--- A tensor's memory for the host to read, and an object that must stay alive meanwhile.
 function M.pointer_of(t, dev)
   local memory = dev:is_cpu() and t.ptr or host_of(t)
   return ffi.cast(types[library.dtype_names[t.dtype]], memory), memory
@@ -55,7 +55,8 @@ local function unpack_pages(a, t, p)
   return all
 end
 
---- Pages as Lua kernels take them: numbers by index, and functions that find rows.
+--- Pages in the form that Lua kernels take: numbers by index, and functions that find
+-- rows.
 local function take_pages(a, t, dev)
   local p = pages.of(t.memory, t.format)
   local memory = t.memory
@@ -74,7 +75,7 @@ local function take_pages(a, t, dev)
 end
 M.take_pages = take_pages
 
---- The arguments as Lua kernels take them: pointers by name, and whole numbers.
+--- The arguments in the form that Lua kernels take: pointers by name, and whole numbers.
 local function arguments_of(kernel, list, given)
   local a, back = {}, {}
   local on_host = kernel.device:is_cpu()

@@ -98,8 +98,8 @@ local function launch(self, owner, out)
   return out
 end
 
---- The function that a call runs, which takes each tensor by name, so that it makes
--- nothing that Lua has to collect.
+--- The function that a call runs. It takes each tensor by name, so that a call makes no
+-- garbage.
 local function caller(self)
   local names, takes = {}, {}
   for i in ipairs(self.names) do
@@ -146,8 +146,8 @@ end
 --- Makes a map, which a policy has under a name of its own: `self:NAME(ctx, a, b, out)`
 -- with a tensor for each parameter of fn, f32 [seqs, kv_heads or 1, width], computes fn's
 -- expression in one launch. Without out, the result is a tensor of scores that belongs to
--- the caller until the layer's attention is over; it has one row for all heads if all
--- tensors have, unless the expression reads kv_head. out may be one of the tensors.
+-- the caller until the layer's attention is over; it has one row for all heads if every
+-- tensor does, unless the expression reads kv_head. out may be one of the tensors.
 ---@param fn fun(...): kvlab.Expression  is called once, with an expression for each
 --                                       parameter
 ---@return kvlab.Map

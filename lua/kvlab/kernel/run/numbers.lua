@@ -1,6 +1,7 @@
---- What the Lua kernels of expressions are written with: each operation, and numbers as
--- they are stored. The names and meanings are those of kernels/cpu/expression.h. Whole
--- numbers of 32 bits are Lua's numbers, those of 64 bits are uint64_t.
+--- What the Lua kernels of expressions call: a function for each operation, and readers
+-- and writers of stored numbers. The names and meanings are those of
+-- kernels/cpu/expression.h. Whole numbers of 32 bits are Lua's numbers, those of 64 bits
+-- are uint64_t.
 local bit = require "bit"
 local ffi = require "ffi"
 
@@ -13,7 +14,7 @@ local one = ffi.new "union { float f; uint32_t u; int32_t i; }"
 local int32_t, int64_t = ffi.typeof "int32_t", ffi.typeof "int64_t"
 local uint32_t, uint64_t = ffi.typeof "uint32_t", ffi.typeof "uint64_t"
 
--- ---- numbers as they are stored -------------------------------------------------------
+-- ---- stored numbers -------------------------------------------------------------------
 
 local function table_of(count, from)
   local list = ffi.new("float[?]", count)

@@ -26,11 +26,12 @@ void *dlopen(const char *path, int flags);
 -- RTLD_NOW | RTLD_NODELETE of Linux
 local RESOLVE_AND_KEEP = 0x1002
 
--- Headers of the toolkit, for each of which kernels/cuda/nvrtc.cuh stands.
+-- Headers of the toolkit that kernels/cuda/nvrtc.cuh replaces.
 local TOOLKIT = { "cuda.h", "cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h",
                   "cuda_runtime.h", "stddef.h", "stdint.h", "type_traits" }
 
--- The library's names in CUDA's packages, the newest first; older ones do not suffice.
+-- The library's names in CUDA's packages, the newest first; still older versions lack
+-- what is needed.
 local NAMES = { "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so" }
 local opened
 
@@ -45,8 +46,8 @@ function M.open()
     for _, folder in ipairs(homes) do
       local ok, lib = pcall(ffi.load, folder .. name)
       if ok then
-        -- It stays until the process ends, because it never frees what it allocates when
-        -- it is loaded. Unloaded with its Lua state, it would leak.
+        -- It stays loaded until the process ends, because it never frees what it
+        -- allocates on loading: if it were unloaded with its Lua state, it would leak.
         ffi.C.dlopen(folder .. name, RESOLVE_AND_KEEP)
         opened = lib
         return lib

@@ -9,7 +9,7 @@ local place = require "kvlab.kernel.expression.place"
 
 local M = {}
 
--- What is not said about the cache and the consts.
+-- The defaults for the cache and the consts.
 M.FORMAT, M.GROUP, M.BLOCK_SIZE, M.HEAD_DIM, M.KV_HEADS, M.OWN = "f32", 4, 16, 128, 8, 64
 
 local IS_SCORE = { q = true, index = true, position = true, block = true, blocks = true,

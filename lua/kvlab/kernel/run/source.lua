@@ -1,5 +1,5 @@
---- Kernels that are given as source text, for what no expression says: a function in C,
--- in CUDA, or in both, called with tensors like an op.
+--- Kernels that are given as source text, for computations that no expression describes:
+-- a function in C, in CUDA, or in both, called with tensors like an op.
 --
 --   local scale_rows = kv.kernel.source {
 --     name = "scale_rows",
@@ -23,8 +23,8 @@
 --
 -- The text has a function of the kernel's name, which returns nothing. Its parameters are
 -- the arguments, in order, and then the size of every named dimension, int64_t, in the
--- order in which they first occur. What else the text has, such as functions and macros,
--- is its own affair. In CUDA the function is written without __global__, and all its
+-- order in which they first occur. The text may also have anything else, such as other
+-- functions and macros. In CUDA the function is written without __global__, and all its
 -- threads run it.
 --
 -- A call checks its arguments as an op does: dtypes, shapes, devices. A named dimension
@@ -155,7 +155,7 @@ function Source:compile(dev)
         kind == "c" and "C" or "CUDA", name)
     end
     local target = kernel.target(dev)
-    -- where the text stands is no part of the name that the code is kept under
+    -- the name of the stored code does not depend on where the text stands
     local code, why = kernel.load(dev, self.name, source_text.whole(self, kind, '1 ""'),
       target, self:source(kind))
     if not code then options.fail(why) end
@@ -320,8 +320,8 @@ local function launch(self)
     self.count, self.launch_grid))
 end
 
---- The function that a call runs: it takes each argument by name, so that a call makes
--- nothing that Lua has to collect.
+--- The function that a call runs. It takes each argument by name, so that a call makes no
+-- garbage.
 local function caller(self)
   local names, takes, makes, results = {}, {}, {}, {}
   for i, arg in ipairs(self.list) do

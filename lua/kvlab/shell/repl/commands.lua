@@ -111,8 +111,8 @@ commands.who = { "", "the session's variables with types and sizes",
     print_table({ "name", "type", "size" }, rows)
   end }
 
---- The policy that a quoted word names, or a bare one where the session has no variable
--- of this name.
+--- The policy that a word names: a quoted word, or a bare one if the session has no
+-- variable of this name.
 local function policy_of(session, text)
   local quoted = text:match "^[\"']([%a_][%w_]*)[\"']$"
   if quoted then return require("kvlab.policy.policy")(quoted) end

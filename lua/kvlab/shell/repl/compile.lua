@@ -1,4 +1,4 @@
---- What was typed as a function.
+--- Turns typed text into a function.
 local locals = require "kvlab.shell.repl.locals"
 
 --- Text -> a function, or nil, a message and whether more lines could complete it. Line 1

@@ -35,10 +35,10 @@ local function place(info, raised)
   return inspect.inside_root(where), blamed and raised:sub(#where + 3) or nil
 end
 
---- Finds the position with which a message begins, although no call of that line is under
--- way any more: the error was caught and raised again, or it is about a line that ran
--- earlier, such as the one that built an expression. The position of an input is where
--- the error is, and one of kvlab's is one more call. Any other stays in the message.
+--- Finds the position with which a message begins if no running call has it: the error
+-- was caught and raised again, or it is about a line that ran earlier, such as the line
+-- that built an expression. A position in an input is the place of the error; a position
+-- in kvlab's files is shown as one more call. Any other stays in the message.
 local function use_carried(failure, sources)
   local name, number, rest = failure.message:match "^([^\n]-):(%d+): (.*)$"
   if not name then return end
@@ -66,7 +66,7 @@ function M.handler(sources)
       if info.what ~= "C" then
         local where, rest = place(info, raised)
         failure.message = rest or failure.message
-        -- how we found out what is wrong with that line is not for its author
+        -- the calls that found the mistake in that line would not help its author
         if rest and not house.has(info.source) then failure.calls = {} end
         if not failure.at and not house.has(info.source) then
           failure.at, failure.line = where, read_line(info, sources)

@@ -1,6 +1,6 @@
---- Read, evaluate, print. An expression's values are printed unless `;` ends it, a
--- statement is run, an unfinished one goes on in the next line. docs/repl.md is the
--- manual; `:help` its short form.
+--- Read, evaluate, print. The values of an expression are printed unless it ends with
+-- `;`, a statement is run, and an unfinished input continues in the next line.
+-- docs/repl.md is the manual; `:help` its short form.
 --
 -- The parts: repl/reader (inputs), repl/line_edit (typing), repl/complete (Tab),
 -- repl/locals (variables), repl/inspect (printing), repl/help (`?name`), repl/commands
@@ -40,7 +40,7 @@ Session.__index = Session
 
 -- ---- the session's variables ----------------------------------------------------------
 
---- Says that a name is read that nobody has set; once for each input.
+--- Warns when a name is read that was never set; once for each input.
 local function warn(session, name)
   if session.warned[name] or name == "_" then return nil end
   session.warned[name] = true
@@ -105,7 +105,7 @@ function Session:keep(value)
   self.hidden._, self.hidden[name] = true, true
 end
 
---- Goes on to the next input; its result takes the place of an old one.
+--- Moves to the next input; its result replaces an old one.
 function Session:advance()
   local old = "_" .. self.number - RESULTS_KEPT
   self.environment[old], self.hidden[old] = nil, nil

@@ -82,7 +82,7 @@ function M.has_kernels(value)
   return (own.fields or own.score or own.attention or next(own.maps)) ~= nil
 end
 
---- Whether `:time` takes a value by its kernels: it has some, or is a policy, which
+--- Whether `:time` measures the kernels of a value: it has some, or it is a policy, which
 -- should have them.
 function M.is_timed(value) return M.has_kernels(value) or is_policy(value) end
 

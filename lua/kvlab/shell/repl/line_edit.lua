@@ -135,8 +135,8 @@ local function lay_out(words, columns)
 end
 
 --- What Tab does: it types what all candidates have in common, and lists them when that
--- is nothing. With nothing before it, it indents. A Tab reaches the line like a letter; a
--- pushed DEL takes it away again.
+-- is nothing. At the beginning of a line, it indents. A Tab reaches the line like a
+-- letter; a pushed DEL removes it again.
 local function complete(self, before)
   local library, editor = self.library, self.editor
   if not before:find "%S" then return library.el_push(editor, "\127  ") end
@@ -152,8 +152,8 @@ end
 
 -- ---- pasting --------------------------------------------------------------------------
 
---- What is pasted, up to the end that the terminal marks. It is read past libedit, which
--- takes a byte at a time and has none of these yet.
+--- The pasted text, up to the end that the terminal marks. It is read without libedit,
+-- which reads one byte at a time and has read none of these yet.
 local function read_paste()
   local byte, bytes = ffi.new "char[1]", {}
   repeat
@@ -230,7 +230,8 @@ function Editor:read(prompt, further)
   return #held == 0 and "" or table.concat(held, "\n")
 end
 
---- Ends the line under way; for who catches the error of a Ctrl-C, too.
+--- Ends the line that is being edited; also called by code that catches the error of a
+-- Ctrl-C.
 function Editor:leave()
   self.library.el_set(self.editor, EL_UNBUFFERED, int(0))
   io.stdout:write(PASTE_OFF)
@@ -250,8 +251,8 @@ local KEYS = {
 
 --- Opens an editor on the terminal.
 ---@param complete_fn fun(before: string): string, string[], string|nil  the text before
----  the cursor -> its part that candidates begin with, the candidates, what follows one
----  that is alone
+---  the cursor -> the part of it that candidates begin with, the candidates, and what to
+---  append if there is only one
 ---@param history_path? string
 ---@return kvlab.LineEditor|nil, string|nil reason
 function M.open(complete_fn, history_path)

@@ -1,7 +1,8 @@
---- `local` at the prompt. A local of a chunk ends with it, so an input's own locals would
--- be gone at the next prompt. An input is therefore rewritten before it is compiled: what
--- `local` declares outside of every block becomes an entry of the session's scope. Lines
--- and blocks stay as they are, and so do the locals inside of a block or function.
+--- `local` at the prompt. A local of a chunk ends with the chunk, so the locals of an
+-- input would be gone at the next prompt. An input is therefore rewritten before it is
+-- compiled: what `local` declares outside of every block becomes an entry of the
+-- session's scope. Lines and blocks stay as they are, and so do the locals inside of a
+-- block or function.
 --
 --   local a, b = f()      NAME.a, NAME.b = f()
 --   local c               NAME.c = nil
@@ -9,10 +10,10 @@
 --
 -- An assignment to a field of NAME declares a variable (Scope:declare). Every declaration
 -- makes a new environment, which the rest of the input runs in. A function keeps the
--- environment in which it was made, and the environments share the variables. So a
--- function sees what is assigned later to the variables that were there before it, and
--- does not see a variable that is declared later under the same name, as in a chunk. The
--- entries are no locals of Lua, so there may be more than 200 of them.
+-- environment in which it was made, and the environments share the variables. So, as in a
+-- chunk, a function sees later assignments to variables that existed before it, but not a
+-- variable that is declared later under the same name. The entries are no locals of Lua,
+-- so there may be more than 200 of them.
 local M = {}
 
 -- Bytes above 127 are letters for LuaJIT, but no byte 255 is part of any UTF-8 text.
@@ -103,7 +104,7 @@ for word in ([[and break do else elseif end false for function goto if in local 
   KEYWORDS[word] = true
 end
 
--- How much deeper the text is behind a word. A loop's block begins at its `do`.
+-- How much deeper the text is nested after a word. A loop's block begins at its `do`.
 local DEPTH = { ["function"] = 1, ["do"] = 1, ["if"] = 1, ["repeat"] = 1, ["end"] = -1,
                 ["until"] = -1 }
 
@@ -116,7 +117,7 @@ local function is_sign(token, sign)
 end
 
 --- Rewrites the declaration at tokens[i], which is `local`: calls put(first, last, text)
--- for each part that changes, in order. Text that is no declaration stays.
+-- for each part that changes, in order. Text that is not a declaration stays.
 local function rewrite_one(tokens, i, put)
   local start = tokens[i]
   if tokens[i + 1] and tokens[i + 1].text == "function" then

@@ -1,7 +1,7 @@
 --- Reads one input after another, from the editor, a terminal, a pipe or a file. An
--- input is as many lines as it needs to be complete. Where the next line is there
--- already (in a paste, a pipe or a file), a line that can only go on with the one before,
--- such as `:sum()` or `+ 1`, belongs to the same input.
+-- input is as many lines as it needs to be complete. If the next line is already there
+-- (in a paste, a pipe or a file) and can only continue the previous one, as `:sum()` or
+-- `+ 1` does, it belongs to the same input.
 local compile = require "kvlab.shell.repl.compile"
 local commands = require "kvlab.shell.repl.commands"
 local ffi = require "ffi"
@@ -19,7 +19,8 @@ local M = {}
 local EINTR = 4 -- a signal came while a line was read
 local POLLIN = 1
 -- How long to wait for the line after a complete one. A program that writes a whole
--- script has written it by then; one that waits for each answer waits so much longer.
+-- script has written it by then; a program that waits for each answer waits this much
+-- longer.
 local MS_NEXT_LINE = 20
 
 ---@class kvlab.Reader
@@ -54,7 +55,7 @@ end
 
 -- ---- lines ----------------------------------------------------------------------------
 
---- A line, or nil at the end, of what has no editor.
+--- Reads a line without an editor; nil at the end.
 local function read_plain(self)
   local line, problem, errno = io.read "*l"
   if not line and errno then
@@ -138,18 +139,18 @@ end
 --- Whether a line is for the REPL itself: `:time f()`, `?kv.randn`, `$ ls`.
 local function is_command(line) return line:find "^%s*[:?$]" ~= nil end
 
--- What no statement and no expression begins with.
+-- Text that neither a statement nor an expression can begin with.
 local INNER = {}
 for sign in (".. . , + * / % ^ == ~= < <= > >= and or"):gmatch "%S+" do
   INNER[sign] = true
 end
--- What can begin an expression or go on with one. It goes on where it is indented.
+-- Text that can begin an expression or continue one. If it is indented, it continues.
 local EITHER = { ["-"] = true, ["{"] = true, ["["] = true }
 
 local function indent(line) return #line:match "^%s*" end
 
---- Whether a line goes on with the lines of an input that is complete without it. A
--- comment does, because what comes after it may.
+--- Whether a line continues an input that is complete without it. A comment does, because
+-- the line after it may.
 local function goes_on(lines, line, name, first)
   local token = tokens(line, 1)[1]
   if lines[#lines]:find ";%s*$" then return false end
@@ -165,14 +166,16 @@ local function goes_on(lines, line, name, first)
   return chunk ~= nil or is_unfinished
 end
 
---- The lines of one input as the history has them: in one, where that means the same.
+--- The lines of one input as the history has them: joined into one line, if that means
+-- the same.
 local function joined(lines)
   local text = table.concat(lines, "\n")
   if #lines == 1 or text:find "%-%-" or text:find "%[=*%[" then return lines end
   return { (text:gsub("%s*\n%s*", " ")) }
 end
 
---- The chunk that lines are, or nil, what is wrong and whether more could complete them.
+--- The chunk of these lines; or nil, what is wrong, and whether more lines could complete
+-- them.
 local function compile_lines(lines, name, first)
   local text = table.concat(lines, "\n")
   if #lines == 1 then text = text:gsub("^%s*=", "return ") end
@@ -199,8 +202,8 @@ local function is_list_of_inputs(all, name, first)
   return #lines == 0
 end
 
---- Takes the rest of a paste. A paste that is one chunk is one input. One that is none,
--- but a list of inputs, is read input by input.
+--- Takes the rest of a paste. If the paste is one chunk, it is one input; otherwise, if
+-- it is a list of inputs, it is read input by input.
 local function take_paste(self, lines, name, first)
   if #self.queue == 0 then return end
   local all = { unpack(lines) }
@@ -211,7 +214,7 @@ local function take_paste(self, lines, name, first)
   self.queue = {}
 end
 
---- Takes the lines that go on with a complete input, and compiles it anew.
+--- Takes the lines that continue a complete input, and compiles it anew.
 local function take_more(self, lines, name, first)
   local line, chunk = peek(self), nil
   while line and goes_on(lines, line, name, first) do
@@ -265,7 +268,7 @@ function Reader:read(number)
   end
 end
 
---- Forgets what is left of a paste: it may need what went wrong.
+--- Forgets the rest of a paste, because it may depend on what failed.
 function Reader:drop_paste()
   if self.is_terminal then self.queue = {} end
 end

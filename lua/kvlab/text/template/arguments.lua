@@ -57,7 +57,7 @@ function M.whole(what, x, default)
   return value.whole(x) or wrong(what, x, "an int")
 end
 
---- What Python's truth of an argument is; false where there is none.
+--- Whether an argument is true in Python; false if it is missing.
 function M.flag(x) return x ~= nil and value.truth(x) end
 
 --- A string of any value, as filters take it.

@@ -1,6 +1,6 @@
---- What stands after a dot or in [ ]: items of lists and dicts, characters, slices, and
--- the methods of Python's values. In a template, no method may change its object, so
--- methods that would do so are missing.
+--- Attributes and subscripts (after a dot, or in [ ]): items of lists and dicts,
+-- characters, slices, and the methods of Python's values. In a template, no method may
+-- change its object, so methods that would do so are missing.
 local arguments = require "kvlab.text.template.arguments"
 local fail = require "kvlab.text.template.problem"
 local meter = require "kvlab.text.template.meter"
@@ -54,7 +54,7 @@ local METHODS = { str = strings.METHODS, list = LIST, dict = DICT,
                   tuple = { count = LIST.count, index = LIST.index },
                   range = { count = LIST.count, index = LIST.index } }
 
--- What changes a value, which a template may not do.
+-- Methods that change a value, which a template may not call.
 local CHANGES = {
   list = { append = true, clear = true, extend = true, insert = true, pop = true,
            remove = true, reverse = true, sort = true },
@@ -140,7 +140,7 @@ local function item_or_nil(self, key)
   if i >= 0 and i < size then return text.range(self, i, i + 1) end
 end
 
---- self[key]; what is not there is undefined.
+--- self[key]; undefined if it does not exist.
 function M.item(self, key)
   checked(self)
   local x = item_or_nil(self, key)
@@ -153,7 +153,7 @@ function M.item(self, key)
   return x == nil and no_attribute(self, name) or x
 end
 
---- The first and the last place of a slice, as Python counts them.
+--- The first and the last index of a slice, as Python counts them.
 local function bounds(first, last, step, size)
   local function place(x, default)
     if x == nil or x == value.NONE then return default end
@@ -166,7 +166,7 @@ local function bounds(first, last, step, size)
   return place(first, size - 1), place(last, -1)
 end
 
---- self[first:last:step]; nil and None are none.
+--- self[first:last:step]; nil and None mean that the bound is not given.
 function M.slice(self, first, last, step)
   checked(self)
   step = step ~= value.NONE and arguments.whole("a slice", step, 1) or 1

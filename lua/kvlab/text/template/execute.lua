@@ -28,7 +28,8 @@ local function assign(self, target, x)
 end
 
 --- Executes nodes in a scope of their own, inside of `up`. Returns what they write as one
--- text, unless they write to the rendering's own (`is_open`); then what ends a loop.
+-- text; if they write to the rendering's text itself (`is_open`), returns what ends the
+-- loop.
 local function within(self, up, vars, nodes, is_open)
   local scope, out = self.scope, self.out
   self.scope, self.out = { vars = vars, up = up }, is_open and out or {}
@@ -78,7 +79,7 @@ function EXECUTE.set(self, node)
   set_attribute(self, node, x)
 end
 
---- What filters make of a text; nil: none.
+--- The text after these filters; nil: no filters.
 local function filtered(self, node, x)
   if not node then return x end
   x = filtered(self, node.of, x)
@@ -116,7 +117,7 @@ EXECUTE.continue = function() return "continue" end
 
 -- ---- loops ----------------------------------------------------------------------------
 
---- The variable `loop`. at.i: which item it is at.
+--- The variable `loop`. at.i: the number of the present item.
 local function loop_of(items, at, depth)
   local ATTRIBUTES = {
     index = function() return at.i end, index0 = function() return at.i - 1 end,
@@ -147,7 +148,7 @@ local function loop_of(items, at, depth)
   end)
 end
 
---- What is assigned to a target: a tuple, where the target is one.
+--- The value that is assigned to a target; a tuple if the target is one.
 local function unpacked(target, x)
   if target.kind == "name" then return x end
   local items, out = value.items_of(x), {}
@@ -220,8 +221,8 @@ local function bound(node, given, named)
   return vars
 end
 
---- The function that a macro is. It sees the variables of the place in the template where
--- it is defined.
+--- The function of a macro. It sees the variables of the scope in which the macro is
+-- defined.
 local function macro_of(self, node)
   local up = self.scope
   return value.fn(node.name, function(given, named)
@@ -252,7 +253,7 @@ end
 -- ---- all of it ------------------------------------------------------------------------
 
 --- Executes nodes one after the other. Returns "break" or "continue" if one of them ends
--- the turn of a loop.
+-- an iteration of a loop.
 function M.execute(self, nodes)
   for _, node in ipairs(nodes) do
     meter.spend(1)

@@ -1,5 +1,6 @@
 --- Parses the expressions of templates. Each function takes the stream and returns a
--- node; weaker operators call stronger ones, in the order of Jinja's parser.
+-- node; functions of weaker operators call those of stronger ones, in the order of
+-- Jinja's parser.
 local value = require "kvlab.text.template.value"
 
 local M = {}
@@ -92,7 +93,8 @@ local function dict_of(s)
   return node
 end
 
---- Nodes between commas, each by `parse`: one alone is itself, several are a tuple.
+--- Nodes between commas, each parsed by `parse`: a single node is returned as it is,
+-- several are a tuple.
 ---@param parse function
 ---@param allows_none? boolean  () is an empty tuple
 function M.tuple(s, parse, allows_none)
@@ -210,7 +212,7 @@ local function unary(s, is_inner)
   return is_inner and node or filters(s, node)
 end
 
---- A parser of operators that bind equally and from the left; operands by `parse`.
+--- A parser of left-associative operators of one precedence; `parse` parses the operands.
 local function left(parse, ...)
   local operators = {}
   for _, operator in ipairs { ... } do operators[operator] = true end

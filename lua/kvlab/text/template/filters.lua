@@ -74,7 +74,7 @@ local function float_of(bytes)
   return tonumber((x:gsub("^%+", "")))
 end
 
---- int(float(x)), or the default where that is none.
+--- int(float(x)), or the default if x is not a number.
 local function truncated(x, default)
   if not x or x ~= x or x == math.huge or x == -math.huge then return default end
   return value.int(x < 0 and math.ceil(x) or math.floor(x))

@@ -1,5 +1,6 @@
 --- Cuts a template into tokens, as Jinja does with trim_blocks and lstrip_blocks: the
--- newline after a block goes, and so does the white space before one that begins a line.
+-- newline after a block is removed, and so is the white space before a block that begins
+-- a line.
 --
 -- A token is { kind, value, line }. Its kind is "data", "name", "string", "number",
 -- "end", an operator such as "==", or one of {{ }} {% %}.
@@ -182,8 +183,8 @@ local function read_raw(source, at, line, is_line_start)
   end
 end
 
---- The byte after the tag of a {% raw %} at `at`, the byte after {% and its sign; nil if
--- it is another tag.
+--- If a {% raw %} begins, the byte after its tag; nil if it is another tag. `at` is the
+-- byte after {% and its sign.
 local function after_raw(source, at)
   local after = source:match("^raw()", text.past(source, WHITE, at))
   after = after and text.past(source, WHITE, after)

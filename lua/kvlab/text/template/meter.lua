@@ -1,5 +1,6 @@
---- What a rendering may cost. A template is a program of somebody else: what it computes
--- and writes is counted, and too much of it is an error before memory or time run out.
+--- What a rendering may cost. A template is a program that somebody else wrote: what it
+-- computes and writes is counted, and too much of it is an error before memory or time
+-- run out.
 local rest = require("kvlab.slices").rest
 
 local M = {}

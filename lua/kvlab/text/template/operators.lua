@@ -14,7 +14,7 @@ local function refuse(operator, a, b)
   fail("computes a %s %s a %s", value.kind(a), operator, value.kind(b))
 end
 
---- An int of ints, a float of others.
+--- The result is an int if both operands are, else a float.
 local function number(a, b, x)
   if value.whole(a) and value.whole(b) then return value.int(x) end
   return value.float(x)
@@ -23,7 +23,8 @@ end
 local ESCAPES = { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;", ["'"] = "&#39;",
                   ['"'] = "&#34;" }
 
---- A string as a markup: what HTML has a meaning for is escaped, unless it is one.
+--- A string as markup: characters with a meaning in HTML are escaped, unless it is
+-- already markup.
 function M.escape(x)
   if text.is_markup(x) then return x end
   local bytes = text.bytes(x):gsub("[&<>'\"]", ESCAPES)

@@ -7,11 +7,11 @@ local M = {}
 
 local STATEMENTS = {}
 
--- What the body of a statement is to its variables and to `break`: a block has variables
--- of its own, a loop can be left, a function cannot.
+-- The kinds of bodies of statements: a block has variables of its own, a loop can be left
+-- by `break`, a function cannot.
 local BLOCK, LOOP, FUNCTION = "block", "loop", "function"
 
---- A body up to one of the words; returns the word that ended it, too.
+--- A body up to one of the words; also returns the word that ended it.
 ---@param kind? string  one of the three; nil: a branch, which has no variables of its own
 local function body(s, words, kind)
   s:take ":" -- as in Python
@@ -114,7 +114,7 @@ local function parameters(s)
   return list
 end
 
---- Parses the body of a macro: which of its special names it reads is noted.
+--- Parses the body of a macro, and records which special names it reads.
 local function macro_body(s, node, word)
   local outer = s.names
   s.names = {}
@@ -183,7 +183,8 @@ local function statement(s)
   return s:deeper(parse, node)
 end
 
---- The nodes up to a {% with one of the words, which is the next token; or to the end.
+--- The nodes up to a {% with one of the words, which is then the next token; or to the
+-- end.
 function M.nodes(s, words)
   local nodes = {}
   while not s:is "end" do

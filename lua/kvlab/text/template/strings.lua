@@ -100,7 +100,7 @@ local function places(bytes, x, most)
   return found
 end
 
---- The last `most` places, looked for from the end.
+--- The last `most` occurrences, searched from the end.
 local function places_from_end(bytes, x, most)
   local found = places(bytes:reverse(), x:reverse(), most)
   local out = {}

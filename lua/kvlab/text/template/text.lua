@@ -1,6 +1,6 @@
---- Strings of templates. A text remembers which of its bytes a message said, so that the
--- names of special tokens in them stay ordinary text. One of the template's own words is
--- a Lua string; any other is a Text, with a mark for each byte.
+--- Strings of templates. A text records which of its bytes come from a message, so that
+-- names of special tokens in these bytes stay ordinary text. A text with only the
+-- template's own words is a Lua string; any other is a Text, with a flag for each byte.
 --
 -- Strings are UTF-8, and Python counts characters: `count`, `slice` and `characters` do.
 local fail = require "kvlab.text.template.problem"
@@ -31,7 +31,7 @@ local function marks_of(x)
   return type(x) == "string" and ("\0"):rep(#x) or x.marks
 end
 
---- A string that a message says.
+--- A string that comes from a message.
 function M.said(bytes) return new(bytes, ("\1"):rep(#bytes)) end
 
 --- The same string, to which nothing can be added without escaping it.
@@ -39,8 +39,8 @@ function M.markup(x) return new(M.bytes(x), marks_of(x), true) end
 
 function M.is_markup(x) return type(x) == "table" and x.is_markup or false end
 
---- The string, which is no markup: what is computed of one would be one, too, and kvlab
--- only writes and adds such.
+--- The string; raises if it is markup. What is computed from markup would be markup, too,
+-- and kvlab only writes markup and adds to it.
 function M.unmarked(x)
   if M.is_markup(x) then
     fail "computes with a text that is marked as safe, which kvlab only writes and adds"
@@ -48,8 +48,8 @@ function M.unmarked(x)
   return x
 end
 
---- Bytes that were computed from strings: a message says all of them if it says any of
--- those.
+--- Bytes that were computed from strings: they count as a message's if any byte of the
+-- strings does.
 ---@param bytes string
 ---@param ... any  strings, or other values
 function M.computed(bytes, ...)
@@ -90,7 +90,7 @@ function M.join(list, between)
   return new(table.concat(bytes), table.concat(marks))
 end
 
---- The ranges { first, last } of bytes that messages say.
+--- The ranges { first, last } of bytes that come from messages.
 function M.ranges(x)
   local ranges = {}
   for first, after in marks_of(x):gmatch "()\1+()" do
@@ -144,7 +144,7 @@ end
 
 -- ---- white space ----------------------------------------------------------------------
 
--- What Python's str.isspace calls so.
+-- Characters that are white space for Python's str.isspace.
 M.WHITE = { [" "] = true, ["\194\133"] = true, ["\194\160"] = true,
             ["\225\154\128"] = true, ["\226\128\168"] = true, ["\226\128\169"] = true,
             ["\226\128\175"] = true, ["\226\129\159"] = true, ["\227\128\128"] = true }
@@ -159,7 +159,7 @@ function M.set(bytes)
   return set
 end
 
---- The first byte at or after `at` that begins no character of a set.
+--- The first character at or after byte `at` that is not in a set: its first byte.
 function M.past(bytes, set, at)
   while at <= #bytes do
     local letter = bytes:match("^[^\128-\191][\128-\191]*", at)
@@ -169,7 +169,7 @@ function M.past(bytes, set, at)
   return at
 end
 
---- The last byte at or before `at` that ends no character of a set.
+--- The last character at or before byte `at` that is not in a set: its last byte.
 local function before(bytes, set, at)
   while at > 0 do
     local first = at

@@ -24,7 +24,7 @@ function M.float(x)
   return setmetatable({ float = x }, Float)
 end
 
---- An int; Python's have no limit, but those of a double are exact only so far.
+--- An int; Python's have no limit, but a double holds ints exactly only up to a limit.
 function M.int(x)
   if x <= -2 ^ 53 or x >= 2 ^ 53 then
     fail("has the int %.0f, and kvlab none beyond 2^53", x)
@@ -106,7 +106,7 @@ end
 
 -- ---- dicts ----------------------------------------------------------------------------
 
---- What a key is stored under; nil for what is no key.
+--- The Lua key under which a key is stored; nil if it cannot be a key.
 local function key_of(key)
   if text.is(key) then return text.bytes(key) end
   if key == M.NONE then return key end
@@ -119,7 +119,7 @@ function M.check_key(x)
   for _, item in ipairs(M.kind(x) == "tuple" and x.items or {}) do M.check_key(item) end
 end
 
---- What a key is stored under; raises for what kvlab does not store.
+--- The Lua key under which a key is stored; raises for keys that kvlab does not support.
 local function checked(key)
   local stored = key_of(key)
   if stored ~= nil and stored == stored then return stored end
@@ -277,7 +277,7 @@ local function of_table(x, where, depth)
   return dict
 end
 
---- What a value of Lua is in a template. Its strings are what messages say. A list has
+--- A Lua value as a value of templates. Its strings count as a message's. A list has
 -- [1] or a metatable (that of kv's JSON arrays); any other table is a dict.
 ---@param x any
 ---@param where string  what it is, for errors: "messages[1]"
