@@ -19,8 +19,9 @@ struct kvl_hooked_attention_args {
    * attention kernel of this shape. NULL: there is no hook. */
   void *hook;
   /* Optional f32 [tokens, heads, max_blocks * block_size]: the final scores by the index
-   * of their key; -inf for a key that the hook hides. The place of a key that the row does not
-   * see (not selected, outside of the window, after the row) is written or left as it is. */
+   * of their key; -inf for a key that the hook hides. For a key that the row does not see
+   * (not selected, outside of the window, after the row) the entry may be written or left
+   * as it is. */
   float *scores;
   int32_t only_keeps; /* the hook changes no score */
   uint64_t arguments[KVL_HOOK_ARGUMENTS_MAX / 8];

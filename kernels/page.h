@@ -1,19 +1,19 @@
-/* How a page of KV memory is laid out. Nothing else says it: C, CUDA and the kernels that
- * are printed from expressions find rows through this file.
+/* How a page of KV memory is laid out. Only this file knows it: C, CUDA and the kernels
+ * that are printed from expressions find rows through it.
  *
  * A page holds the keys and values of one block in one layer, as strips: one with the keys of
  * each KV head, then one with the values of each. A strip has a row of numbers for every
  * token, and pages of int8 have the scales of each behind all rows. In a shared page a value
  * is the first numbers of its key, so there are no strips of values. A row of f8_latent has
- * the value in 8 bits, then its scales, then the other numbers of the key in bf16. Whatever
- * moves a page as a whole sees bytes. base.h declares the structs. */
+ * the value in 8 bits, then its scales, then the other numbers of the key in bf16. Code
+ * that moves a page as a whole sees only bytes. base.h declares the structs. */
 #ifndef KVL_PAGE_H
 #define KVL_PAGE_H
 
 #include "base.h"
 
-/* What a codec stores: numbers of so many bits and, if it packs them, a scale for each group
- * of so many neighbours in a row, which they are multiplied by. */
+/* What a codec stores: how many bits a number has and, if numbers are packed, how many
+ * neighbours in a row share a scale that multiplies them. */
 KVL_INLINE int kvl__bits(int codec) {
   return codec == KVL_CODEC_F32                              ? 32
          : codec == KVL_CODEC_F16 || codec == KVL_CODEC_BF16 ? 16
@@ -100,9 +100,9 @@ KVL_INLINE int32_t kvl__strip(const struct kvl_pages *p, int is_value, int32_t k
   return is_value && p->value.begin ? p->kv_heads + kv_head : kv_head;
 }
 
-/* What moves of a page when it moves in `lanes` lanes, from the page's start: with one lane
- * half of the page, and with kv_heads lanes the keys or the values of one KV head. Run 1 is
- * empty where values are not stored apart. */
+/* The runs of a page that one lane moves, from the page's start: with one lane each run is
+ * half of the page, and with kv_heads lanes it is the keys or the values of one KV head.
+ * Run 1 is empty if values are not stored separately. */
 struct kvl_run {
   int64_t begin, bytes;
 };
@@ -115,13 +115,13 @@ KVL_INLINE struct kvl_run kvl__run(const struct kvl_pages *p, int64_t lanes, int
 }
 
 /* A token has two numbers. Its index is its number among the tokens that its sequence holds:
- * tables, selections, lists, causality and draft trees go by it, and so do kept scores. Its
- * position is its number in the text: rotations, windows, ALiBi and hooks go by it. A sequence
- * holds the whole of its text, so the two are the same, which only these functions know. */
+ * tables, selections, lists, causality, draft trees and stored scores use it. Its position
+ * is its number in the text: rotations, windows, ALiBi and hooks use it. A sequence holds
+ * the whole of its text, so the two are the same, but only these functions rely on that. */
 KVL_INLINE int32_t kvl__position(int32_t index) { return index; }
 /* The first index whose position is at least `position`. */
 KVL_INLINE int32_t kvl__first_index(int32_t position) { return position; }
-/* How many positions a key lies after a query, which are given by their indices. */
+/* How many positions a key lies after a query; both are given by their indices. */
 KVL_INLINE int32_t kvl__apart(int32_t key, int32_t query) {
   return kvl__position(key) - kvl__position(query);
 }

@@ -72,16 +72,17 @@ KVL_INLINE float kvl__log(float u) {
   return KVL_FMA((float)e, 0.693147182f, p);
 }
 
-/* What a race adds to a score s, so that the largest of all s + kvl__race(u) wins with the
- * chance softmax(s): -ln(-ln(1 - u)), Gumbel's distribution, for u of kvl__uniform. Its
- * largest numbers are those that decide. They belong to the smallest u, of which f32 has the
- * finest; there -ln(1 - u) is u + u^2 / 2 + u^3 / 3 + u^4 / 4. Absolute error below 3e-6. */
+/* The number that a race adds to a score s, so that the index with the largest s +
+ * kvl__race(u) is drawn with the chance softmax(s): -ln(-ln(1 - u)), Gumbel's distribution,
+ * for u of kvl__uniform. Its largest numbers decide. They come from the smallest u, where
+ * f32 is most precise; there -ln(1 - u) is u + u^2 / 2 + u^3 / 3 + u^4 / 4. Absolute error
+ * below 3e-6. */
 #define KVL_RACE_MOST 22.9f /* no larger than this */
 KVL_INLINE float kvl__race(float u) {
   float small = KVL_FMA(u, 0.25f, 0.333333343f);
   small = KVL_FMA(u, small, 0.5f);
   small = KVL_FMA(KVL_MUL(u, u), small, u);
-  float large = -kvl__log(KVL_ADD(1.0f, -u)); /* 88 for u = 1, which is never the least */
+  float large = -kvl__log(KVL_ADD(1.0f, -u)); /* 88 for u = 1, never the smallest u */
   return -kvl__log(u < 0.015625f ? small : large);
 }
 

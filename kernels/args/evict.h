@@ -38,8 +38,8 @@ struct kvl_update_rows_args {
   float initial;
 };
 
-/* What decides who goes: the kind, then a token's score, then its position. Smaller goes
- * first. */
+/* Which token is evicted depends on its kind, then its score, then its position. Smaller
+ * goes first. */
 struct kvl_worth {
   int32_t kind; /* 0: may go, 1: recent, 2: a sink */
   float score, position;
@@ -62,7 +62,7 @@ KVL_INLINE struct kvl_worth kvl__worth(const struct kvl_replace_args *a, int64_t
                         score == score ? score : KVL__LOWEST, position, i};
   return w;
 }
-/* The tokens of a row that may be looked at. */
+/* The tokens of a row that may be compared. */
 KVL_INLINE int32_t kvl__row_tokens(const struct kvl_replace_args *a, int64_t row) {
   int64_t most = a->max_blocks * a->block_size;
   const int64_t scores = a->n - (a->score_firsts ? a->score_firsts[row] : 0);
@@ -70,7 +70,7 @@ KVL_INLINE int32_t kvl__row_tokens(const struct kvl_replace_args *a, int64_t row
   if (a->cells - a->firsts[row] < most) most = a->cells - a->firsts[row];
   return a->lens[row] < most ? a->lens[row] : (int32_t)most;
 }
-/* There is no place for the new token of a row. */
+/* Writes that there is no place for the new token of a row. */
 KVL_INLINE void kvl__put_nowhere(const struct kvl_replace_args *a, int64_t row) {
   a->index[row] = a->blocks[row] = -1, a->block_tokens[row] = 0;
   a->places[row] = -1, a->replaced[row] = 0;

@@ -16,7 +16,7 @@ struct kvl_matmul_args {
 
 /* norm may be f32 beside 16-bit rows, and so may out. form is a kvl_linear_form; a plain one
  * may have several parts: outs[i] [rows, columns[i]] takes the next columns[i] of the result,
- * and out is outs[0]. frozen: nothing that is under way writes the weight. */
+ * and out is outs[0]. frozen: no work that is under way writes the weight. */
 enum { KVL_LINEAR_PARTS = 3 };
 struct kvl_linear_args {
   const void *x, *weight;

@@ -10,7 +10,7 @@ struct kvl_move_blocks_args {
   const int32_t *from, *to;  /* [seqs, lanes, n] */
   int64_t *moved;            /* optional */
   int64_t seqs, lanes, n;    /* lanes: 1 or kv_heads */
-  int64_t rows; /* 1 for blocks, else the tokens of one, which then move singly */
+  int64_t rows; /* 1 to move blocks, else the tokens of a block, which then move one by one */
 };
 struct kvl_cut_selection_args {
   const int32_t *selection; /* optional [seqs, heads, max_selected] */

@@ -50,7 +50,7 @@ struct kvl_score_max_qk_args {
   int64_t seqs, heads, max_blocks;
   int32_t group, dtype;
 };
-/* How much each list of a sequence may take in place of the budget's ratio and blocks. */
+/* A limit for each list of a sequence, used instead of the budget's ratio and blocks. */
 struct kvl_limits {
   const void *of;   /* optional; i32 blocks or f32 ratios, [seqs or 1, selection_heads] */
   int64_t seq_step; /* from one sequence's to the next one's; 0: all have the same */

@@ -12,7 +12,7 @@
 enum { HEAD_DIM_MAX = 576, DOT_ROWS_MAX = 4 }; /* KVL__LATENT_MAX of the ops */
 _Static_assert(VF <= 16, "head_dim, a multiple of 8, leaves no tail or half a vector");
 
-/* The shortest tail, in lanes, that head_dim leaves behind pairs of vectors; 0: none. */
+/* The shortest rest of a head_dim, in lanes, after pairs of vectors; 0: none. */
 enum { TAIL_LANES = VF > 4 ? 8 : 0 };
 
 /* How many query rows are processed together if there are `rows`: 1, 2 or 4. The missing ones
@@ -21,7 +21,7 @@ static inline int dot_rows(int rows) { return rows > 2 ? 4 : rows; }
 
 static inline KVL_HOT int dim_padded(int dim) { return (dim + VF - 1) / VF * VF; }
 
-/* ---- rows as they are stored --------------------------------------------------------- */
+/* ---- stored rows --------------------------------------------------------------------- */
 
 /* Loads 2 VF elements in the order that is cheapest. For bf16, a receives the even elements
  * and b the odd ones, which are a shift and a mask of one load; for other dtypes, a receives
@@ -116,11 +116,11 @@ static inline KVL_HOT void prefetch_some(const char *p, const int bytes) {
 
 /* ---- products ------------------------------------------------------------------------- */
 
-/* Many products at once. That of query r and memory row k goes to out[r * out_row + k]. There
- * are as many addresses in x and soon, and as much room in a row of out, as `keys` rounded up
- * to VF. With `bound`, x[k] is the elementwise minimum of some keys, and the row `high` bytes
- * further on is their maximum; the product is sum_d max(q_d * x_d, q_d * high_d) then, which
- * is at least q . key. */
+/* Many products at once. The product of query r and memory row k goes to out[r * out_row +
+ * k]. x and soon have `keys` addresses, rounded up to VF, and a row of out has room for as
+ * many results. With `bound`, x[k] is the elementwise minimum of some keys, and the row
+ * `high` bytes further on is their maximum; the product is sum_d max(q_d * x_d, q_d *
+ * high_d) then, which is at least q . key. */
 struct dots {
   const float *q; /* [rows rounded up to dot_rows(rows), dim_padded(dim)], from load_query */
   const char *const *x;

@@ -1,7 +1,7 @@
-/* What the kernels that are generated from expressions (lua/kvlab/kernel/print/c.lua) are
- * written with: each operation and reduction, on single numbers and on vectors of them. The
- * name says the type: f32 i32 u32 u64 bool, vf vi vu for vectors. Bools are 0 or 1, and 0 or
- * -1 in the lanes of a vi.
+/* What the kernels that are generated from expressions (lua/kvlab/kernel/print/c.lua) call:
+ * each operation and reduction, on single numbers and on vectors of them. The name says the
+ * type: f32 i32 u32 u64 bool, vf vi vu for vectors. Bools are 0 or 1, and 0 or -1 in the
+ * lanes of a vi.
  *
  * min and max of a number and NaN are the number. Whole numbers wrap around. Shifts count
  * modulo the width. x % 0 is 0 for whole numbers. */
@@ -207,7 +207,7 @@ E_ACROSS(and_across_vi, int, vi, E_AND)
 
 /* ---- rows ------------------------------------------------------------------------------ */
 
-/* Asks for the cache lines of a row that is needed soon. */
+/* Prefetches the cache lines of a row that is needed soon. */
 static inline KVL_HOT void soon(const void *row, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)row + b, 0, 2);
 }

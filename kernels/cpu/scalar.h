@@ -13,7 +13,8 @@
 #endif
 
 #define KVL_HOT __attribute__((always_inline))
-/* Compiled once, not once in each caller: what is rare, or does much for a call. */
+/* Marks functions that are compiled once, not in each caller: they are rarely called, or do
+ * much work in a call. */
 #define KVL_APART __attribute__((noinline))
 
 static inline float f32_from_bits(uint32_t i) {

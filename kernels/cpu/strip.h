@@ -23,7 +23,7 @@
   }
 #define KVL_BY_CODEC(codec, call) KVL_BY_PACKED(codec, call, KVL_BY_STORED(codec, call))
 
-/* The dtype in which the rows of a codec are read: its own or, of packed ones, f32. */
+/* The dtype in which the rows of a codec are read: its own or, for packed numbers, f32. */
 static inline KVL_HOT int rows_dtype(const int codec) {
   return kvl__packs(codec) ? KVL_DTYPE_F32 : codec;
 }
@@ -39,8 +39,8 @@ static inline KVL_HOT vf vf_from_i8(const void *p) {
 #endif
 }
 
-/* Of a packed row, whose scales begin at `scales` if they lie behind all rows: how many of its
- * numbers have a scale; the scale of number d; a vector of numbers without it. */
+/* For a packed row, whose scales begin at `scales` if they lie behind all rows: how many of
+ * its numbers have scales; the scale of number d; a vector of numbers before scaling. */
 static inline KVL_HOT int scaled_numbers(const struct kvl_strips *of, const int codec) {
   return codec == KVL_CODEC_INT8 || of->dim < of->packed ? of->dim : of->packed;
 }
@@ -77,8 +77,8 @@ static inline const char *scales_of(const struct kvl_strips *of, const char *str
   return strip + of->scales + 2 * token * of->groups;
 }
 
-/* Number `i` of a packed strip, and a vector of numbers from it on, by what a kernel that is
- * printed from an expression knows of the strip. values: the length of a value. */
+/* Number `i` of a packed strip, and a vector of numbers from `i` on, for kernels that are
+ * printed from expressions. values: the length of a value. */
 static inline KVL_HOT kvl_strips strips_of(int tokens, int dim, int values, const int codec) {
   const kvl_format f = {.codec = codec, .block_size = tokens, .value_dim = values};
   return kvl__strips_of(&f, dim, 0);
@@ -131,10 +131,11 @@ static inline float group_scale(const float *x, int n, float most) {
   return other == 0 ? largest / most : NAN;
 }
 
-/* Packs a row of f32. Of int8, a group's scale is its largest magnitude / 127 in bf16, rounded
- * to nearest, and a number is x * (1 / scale), rounded to the nearest whole one; of f8_latent
- * it is the largest magnitude / 448 in f32, and a number is x * (1 / scale) in f8e4m3. A group
- * with NaN or infinity is NaN as a whole; one whose scale is below 2^-126 has zeros. */
+/* Packs a row of f32. For int8, a group's scale is its largest magnitude / 127 in bf16,
+ * rounded to nearest, and x is stored as x * (1 / scale), rounded to the nearest whole
+ * number. For f8_latent, the scale is the largest magnitude / 448 in f32, and x is stored
+ * as x * (1 / scale) in f8e4m3. A group with NaN or infinity is NaN as a whole; a group
+ * whose scale is below 2^-126 is stored as zeros. */
 static inline void pack_row(const struct kvl_strips *of, const float *x, int codec, char *row,
                             char *scales) {
   const int group = kvl__group(codec), scaled = scaled_numbers(of, codec);

@@ -241,8 +241,8 @@ static inline KVL_HOT void vf_store_full(void *p, vf x, const int dtype) {
   }
   for (int i = 0; i < VF; i++) f32_store(p, i, x[i], dtype);
 }
-/* Fewer than VF. A loop ends with one of these, and inlined into each they take more time to
- * compile than the loops. */
+/* Fewer than VF. Not inlined: every loop ends with one of these, and inlined they would
+ * take more time to compile than the loops. */
 static KVL_APART __attribute__((unused)) vf vf_load_few(const void *p, int n, int dtype) {
   vf x = {0};
   for (int i = 0; i < n; i++) x[i] = f32_load(p, i, dtype);

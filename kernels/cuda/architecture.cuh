@@ -1,10 +1,11 @@
-/* GPUs, and how much of them the tiles of kernels take.
+/* GPUs, and how much shared memory the tiles of kernels take on them.
  *
- * A kernel whose tiles lie in shared memory has them in two sizes. Large tiles take what Hopper
- * gives a thread block; small ones take what every GPU from sm_80 on gives one, and a GPU that
- * has more, such as an A100, runs two such thread blocks on an SM. The shapes of kernels take
- * the size as their last parameter. Code for an architecture has one of the two, so the host
- * goes by the code that runs, not by the GPU: code for sm_80 also runs on sm_86 and sm_89.
+ * Tiles in shared memory have two sizes. Large tiles use all that Hopper gives a thread
+ * block. Small tiles fit into what every GPU from sm_80 on gives a thread block; a GPU that
+ * has more, such as an A100, runs two such thread blocks on an SM. The shapes of kernels
+ * take the size as their last parameter. Code for an architecture has one of the two sizes,
+ * so the host chooses by the code that runs, not by the GPU: code for sm_80 also runs on
+ * sm_86 and sm_89.
  *
  * Source    CUDA C++ Programming Guide, "Compute Capabilities", technical specifications */
 #ifndef KVL_CUDA_ARCHITECTURE_CUH
@@ -12,7 +13,7 @@
 
 namespace kvl {
 
-/* block_kib: the shared memory that a thread block may ask for; sm_kib: of an SM, of which each
+/* block_kib: the shared memory that a thread block may ask for; sm_kib: that of an SM; each
  * thread block takes one KiB more than it asks for. An SM has 65536 registers. */
 struct architecture {
   int number, block_kib, sm_kib, sm_threads;
@@ -26,8 +27,8 @@ constexpr architecture ARCHITECTURES[] = {
     {120, 99, 100, 1536},  /* RTX 5090, RTX PRO 6000 */
 };
 
-/* A kernel that takes up to 48 KiB of shared memory need not ask for it. So much may be dynamic,
- * beside at most 24 KiB that a kernel has anyway. */
+/* A kernel that takes up to 48 KiB of shared memory need not ask for it. This much may be
+ * dynamic, besides at most 24 KiB of static shared memory. */
 constexpr int SHARED_UNASKED = 24 << 10;
 
 enum tile_size { SMALL_TILES, LARGE_TILES };

@@ -73,8 +73,8 @@ __device__ __forceinline__ void copy_bytes(uint32_t shared, const void *from, in
            : "memory");
 }
 /* Arrives when all of this thread's asynchronous 16-byte copies so far have arrived, without
- * waiting for them. It orders nothing else that the thread wrote; who waits for it calls
- * fence_async before wgmma reads them. */
+ * waiting for them. It orders nothing else that the thread wrote. Code that waits for it
+ * must call fence_async before wgmma reads the copies. */
 __device__ __forceinline__ void barrier_arrive_copied(uint32_t barrier) {
   KVL_SM90("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

@@ -1,6 +1,6 @@
-/* The index of what is largest in a row. A number and its index form one 64-bit key, so that
- * a plain maximum finds both, and the lower index among equals. Long rows are cut into pieces,
- * whose keys are joined by a second kernel. */
+/* The index of the largest number of a row. A number and its index form one 64-bit key, so
+ * that a plain maximum finds both, and the lower index among equal numbers. Long rows are
+ * cut into pieces, whose keys are joined by a second kernel. */
 #ifndef KVL_BEST_INDEX_CUH
 #define KVL_BEST_INDEX_CUH
 

@@ -22,7 +22,7 @@ struct kvl_cuda_queue {
   cublasHandle_t blas; /* NULL until kvl__cuda_blas */
   int sm_count;
   int shared_optin; /* bytes of shared memory that a block may ask for */
-  int code;         /* the architecture that the code which runs is for, such as 90 */
+  int code;         /* the architecture of the code that runs, such as 90 */
   int device;
 };
 
@@ -34,8 +34,8 @@ struct kvl_cuda_queue {
 KVL_OPS(X)
 #undef X
 
-/* These return 0, or a status after they recorded the driver's message: of the launches since
- * the last call, of one call, or of cuBLAS (its handle is made at the first use). */
+/* These return 0, or a status after they recorded the driver's message: for the launches
+ * since the last call, for one call, or for cuBLAS (its handle is made at the first use). */
 int kvl__cuda_launched(void);
 int kvl__cuda_check(cudaError_t error);
 int kvl__cuda_blas(struct kvl_cuda_queue *queue); /* makes queue->blas */
@@ -102,16 +102,17 @@ namespace kvl {
 constexpr int WARP = 32;
 constexpr unsigned ALL_LANES = 0xFFFFFFFFu;
 
-/* A hint for copies of what a step reads once: the L2 drops it before anything else, such as
- * tables, positions and code. In one kernel ptxas 13.0 made illegal instructions of it: copies
- * with an odd-numbered descriptor (nvdisasm: desc[UR1]). So it is only in kernels that are
- * compiled ahead, whose code was looked through, and not where a policy's hook is compiled. */
+/* A hint for copies of data that a step reads once: the L2 drops such data before anything
+ * else, such as tables, positions and code. In one kernel with this hint, ptxas 13.0
+ * generated illegal instructions: copies with an odd-numbered descriptor (nvdisasm:
+ * desc[UR1]). So only kernels that are compiled in advance, whose code was checked, have
+ * the hint, and kernels with a policy's hook do not. */
 __device__ __forceinline__ uint64_t read_once() {
   uint64_t hint;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(hint));
   return hint;
 }
-/* Stands where a hint would, for copies without one. */
+/* Takes the place of a hint, for copies without one. */
 struct no_hint {
   __device__ no_hint(uint64_t) {}
 };

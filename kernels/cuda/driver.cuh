@@ -7,7 +7,7 @@
 
 namespace kvl {
 
-/* The driver's function of this name as of a CUDA version; NULL: it has none. */
+/* The driver's function of this name, as of a CUDA version; NULL if it has none. */
 template <class F> F *driver_function(const char *name, unsigned version) {
   void *f = nullptr;
   cudaDriverEntryPointQueryResult result;

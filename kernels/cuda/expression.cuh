@@ -1,6 +1,7 @@
-/* What the CUDA kernels that are generated from expressions (lua/kvlab/kernel/print/cuda.lua)
- * are written with. NVRTC compiles them, and needs no header of the toolkit: this file
- * includes none. The names and meanings are those of kernels/cpu/expression.h. */
+/* What the CUDA kernels that are generated from expressions
+ * (lua/kvlab/kernel/print/cuda.lua) call. NVRTC compiles them, and needs no header of the
+ * toolkit: this file includes none. The names and meanings are those of
+ * kernels/cpu/expression.h. */
 #ifndef KVL_CUDA_EXPRESSION_CUH
 #define KVL_CUDA_EXPRESSION_CUH
 
@@ -40,7 +41,7 @@ DEVICE void let_next_start() {
 #endif
 }
 
-/* ---- numbers as they are stored -------------------------------------------------------- */
+/* ---- stored numbers -------------------------------------------------------------------- */
 
 DEVICE float from_bf16(uint32_t x) { return __uint_as_float(x << 16); }
 #ifdef __CUDA_ARCH__ /* elsewhere, spec/cuda_emulation.h has these */
@@ -131,8 +132,8 @@ DEVICE float packed_one(const void *strip, int64_t i, int tokens, int dim) {
   return (float)((const signed char *)strip)[i] * packed_scale(strip, i, tokens, dim);
 }
 
-/* N numbers of a strip of f8_latent, from number i on, which is a multiple of N, and one. A row
- * has `dim` numbers, of which `values` are in 8 bits. */
+/* N numbers of a strip of f8_latent, from number i on (a multiple of N); and a single
+ * number. A row has `dim` numbers, of which `values` are in 8 bits. */
 template <int N> struct latent_chunk {
   float x[N];
   DEVICE_MEMBER void load(const void *strip, int64_t i, int dim, int values) {

@@ -32,7 +32,7 @@ __device__ __forceinline__ void copy_async(uint32_t shared, const void *global, 
                                            no_hint) {
   copy_async(shared, global, valid);
 }
-/* The same, without having the L2 fetch what lies around them. */
+/* The same, without having the L2 fetch the bytes around them. */
 __device__ __forceinline__ void copy_async_alone(uint32_t shared, const void *global,
                                                  bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
@@ -98,8 +98,8 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* Transposes a matrix of 8 x 8 16-bit numbers, of which a lane has two neighbours, columns
- * 2 (l%4) and + 1 of row l/4. */
+/* Transposes a matrix of 8 x 8 16-bit numbers, of which a lane has two neighbours: columns
+ * 2 (l%4) and 2 (l%4) + 1 of row l/4. */
 __device__ __forceinline__ uint32_t turn_matrix(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -135,7 +135,7 @@ __device__ __forceinline__ uint2 next_term(float (&x)[4]) {
   return term;
 }
 
-/* Widens eight numbers of 8 bits, times a scale that f8e4m3 do not have, to the 16-bit T. */
+/* Widens eight numbers of 8 bits to the 16-bit T, times a scale (except for f8e4m3). */
 template <class T, class C> __device__ __forceinline__ uint4 widen(const C *p, float scale) {
   float x[8];
   load_floats(p, x);

@@ -1,6 +1,7 @@
-/* What kvlab's CUDA headers use of the toolkit's, for NVRTC, which compiles attention with a
- * policy's hook and needs no toolkit. lua/kvlab/kernel/run/nvrtc.lua gives this text for each of
- * cuda.h, cuda_bf16.h, cuda_fp16.h, cuda_fp8.h, cuda_runtime.h, stddef.h, stdint.h and type_traits. */
+/* The parts of the toolkit's headers that kvlab's CUDA headers use, for NVRTC, which
+ * compiles attention with a policy's hook and needs no toolkit.
+ * lua/kvlab/kernel/run/nvrtc.lua gives this text for each of cuda.h, cuda_bf16.h,
+ * cuda_fp16.h, cuda_fp8.h, cuda_runtime.h, stddef.h, stdint.h and type_traits. */
 #ifndef KVL_CUDA_NVRTC_CUH
 #define KVL_CUDA_NVRTC_CUH
 

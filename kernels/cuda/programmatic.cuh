@@ -3,11 +3,13 @@
  * Before that call it may set itself up, ask the L2 to prefetch its inputs (a hint, not a
  * read), and guess: it reads lengths, tables and positions with read_early, prepares what
  * follows from them, reads them again after the wait, and starts over if they have changed.
- * It writes nothing before the wait but its own shared memory: kernels ahead may still read
- * what looks free, a workspace above all. So a kernel may let the next one start before its
- * own last reads. Every launch waits, or the kernel after it would not wait for those before
- * it. tools/early_writes.lua checks both in the PTX of all kernels.
- * In a chain of small kernels this hides a kernel's start behind the end of the one before.
+ * Before the wait it writes only its own shared memory, because earlier kernels may still
+ * read memory that looks free, above all a workspace. So a kernel may let the next one
+ * start before its own last reads. Every kernel must wait, or the kernel after it would not
+ * wait for the kernels before it. tools/early_writes.lua checks both in the PTX of all
+ * kernels.
+ * In a chain of small kernels this hides a kernel's start behind the end of the previous
+ * one.
  * The previous kernel decides how early the next one starts: when it calls let_next_start, or
  * when its blocks end. On devices before sm_90 this is a plain launch and the two calls do
  * nothing.
@@ -29,8 +31,8 @@ __device__ __forceinline__ void let_next_start() {
   KVL_SM90("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-/* Reads a number that kernels before this one may still write, for a guess. It goes past the
- * L1, where later reads would find what is old. */
+/* Reads a number that kernels before this one may still write, for a guess. It bypasses the
+ * L1, where later reads would find the old number. */
 __device__ __forceinline__ int read_early(const int *p) {
   int x;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
@@ -39,8 +41,8 @@ __device__ __forceinline__ int read_early(const int *p) {
 __device__ __forceinline__ float read_early(const float *p) {
   return __int_as_float(read_early((const int *)p));
 }
-/* Hints for the L2: no read, and the address need not be allowed to be read. The second asks
- * for `bytes` at p, both multiples of 16. */
+/* Hints for the L2: they are no reads, and the address need not be readable. The second
+ * asks for `bytes` at p, both multiples of 16. */
 __device__ __forceinline__ void prefetch_l2(const void *p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }

@@ -12,7 +12,7 @@ namespace kvl {
 
 enum {
   ROW_THREADS = 256,
-  ROW_SHORT = 1024, /* up to so many elements a warp is the team */
+  ROW_SHORT = 1024, /* for rows of up to so many elements, a team is a warp */
   ROW_CHUNK = 4096, /* a row with fewer elements is not worth another block */
 };
 

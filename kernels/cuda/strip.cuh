@@ -1,5 +1,5 @@
-/* Numbers of KV memory as its codec stores them: C is the type of an element. That of a codec
- * that packs numbers beside their scales (page.h) is a number without its scale. */
+/* Numbers of KV memory as its codec stores them: C is the type of an element. If a codec
+ * packs numbers beside their scales (page.h), an element is a number without its scale. */
 #ifndef KVL_CUDA_STRIP_CUH
 #define KVL_CUDA_STRIP_CUH
 
@@ -75,8 +75,8 @@ __device__ __forceinline__ pack<typename read_type<C>::type, N> load_row(const k
   }
 }
 
-/* The result of f with the element type of a codec, element<C>: of those whose numbers are no
- * floats of 16 or 32 bits, or of such a float, for which Own stands. */
+/* The result of f with the element type of a codec, element<C>. Codecs whose numbers are
+ * floats of 16 or 32 bits all have the element type Own. */
 template <class C_> struct element { using C = C_; };
 template <class Own, class F> auto with_codec(int codec, F f) {
   if (codec == KVL_CODEC_F8E4M3) return f(element<f8e4m3>());

@@ -62,8 +62,8 @@ constexpr int TEAM_MOST = 8; /* the most blocks of a team, on any device */
 
 /* The largest team, of at most `most` blocks, of which the device runs `rows` at once with
  * every block on its own SM. The answer depends on the device: a cluster stays within one
- * part of it, and the parts have unequal numbers of SMs. 1 when no larger team fits. The
- * kernel may ask for all shared memory. */
+ * part of the device, and the parts have unequal numbers of SMs. 1 when no larger team
+ * fits. The kernel may ask for all shared memory. */
 template <auto kernel>
 int largest_team(int64_t rows, int most, int threads, const kvl_cuda_queue *q) {
   static int known[64][TEAM_MOST + 1]; /* per device: 1 + how many teams fit at once */

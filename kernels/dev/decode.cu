@@ -63,7 +63,7 @@ extern "C" int kvl_dtype_bytes(int dtype) {
   return dtype == KVL_DTYPE_F32 ? 4 : dtype == KVL_DTYPE_F8E4M3 ? 1 : 2;
 }
 
-/* What the plug-in's error text is written with. */
+/* The function that writes the plug-in's error text. */
 int kvl_cuda::fail(int status, const char *format, ...) {
   va_list words;
   va_start(words, format);
@@ -422,7 +422,8 @@ void check(harness &h, const problem &p) {
   if (a.slots) late.add(a.slots, a.seqs * a.slot_heads * a.max_selected);
   std::vector<char> first(bytes), other(bytes);
   bool same = true;
-  for (int i = 0; i < 2 + late.KINDS; i++) { /* whatever lies in the workspace, and late */
+  for (int i = 0; i < 2 + late.KINDS; i++) { /* with anything in the workspace, and with
+                                              * late inputs */
     DEV_CHECK(cudaMemset(a.workspace, i ? 0x11 : 0xFF, c.bytes_workspace));
     DEV_CHECK(cudaMemset(a.out, 0xFF, bytes));
     DEV_CHECK(cudaMemset(a.lse, 0xFF, rows * 4));
@@ -562,7 +563,7 @@ void time_one(harness &h, dev::bench &b, double r, const problem &p) {
   fflush(stdout);
 }
 
-/* The same work after something else: what of it does the caches' state cost? */
+/* The same work after other work: how much does the state of the caches cost? */
 void time_after(harness &h, dev::bench &b, const char *name,
                 const std::function<void()> &before) {
   problem p;

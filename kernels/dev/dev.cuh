@@ -30,7 +30,7 @@
     }                                                                                    \
   } while (0)
 
-/* What the launchers ask of the plug-in's backend. */
+/* What the launchers need from the plug-in's backend. */
 int kvl__cuda_check(cudaError_t error) {
   DEV_CHECK(error);
   return 0;

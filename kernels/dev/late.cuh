@@ -1,8 +1,8 @@
-/* Inputs that come late. A kernel may guess before the kernels ahead have ended
- * (programmatic.cuh), so a check has to give it something old to guess from:
- *   late_inputs late;
+/* Inputs that come late. A kernel may guess before earlier kernels have ended
+ *   (programmatic.cuh), so a check has to give it old inputs to guess from: late_inputs
+ *   late;
  *   late.add(lens, count);             each input that the kernel may read early
- *   late.spoil(kind);                  now there is something else
+ *   late.spoil(kind);                  now the inputs have other contents
  *   late.write(&queue);                a kernel that lets the next one start, waits, and
  *   launch(...);                       only then writes what should be there */
 #ifndef KVL_DEV_LATE_CUH

@@ -15,7 +15,7 @@ struct append {
   const int64_t *places;  /* in `to`; if there is slot_of, in another memory */
   const int32_t *slot_of; /* [kv_heads, blocks] the block of `to` for each block there */
   int64_t tokens, blocks; /* blocks: of the memory that places belong to */
-  int64_t each;           /* 1; or slot_of has tokens, of which a block has so many */
+  int64_t each;           /* 1; or, if slot_of is by token, the tokens of a block */
   int32_t dtype;          /* of k and v */
 };
 

@@ -22,7 +22,7 @@ enum { TILE_KEYS = 64, TASK_ROWS = 128, FEW_ROWS = 8 };
 struct task {
   const struct kvl_paged_attention_args *args;
   const struct kvl_hooked_attention_args
-      *hooked;        /* NULL: neither a hook nor scores to keep */
+      *hooked;        /* NULL: neither a hook nor scores to store */
   int64_t seq, token; /* token: row of q that row 0 belongs to */
   int64_t row;        /* index of row 0 in the sequence's query rows x group */
   int kv_head, group, rows;
@@ -208,8 +208,8 @@ static inline int tree_hides(const struct task *t, int r, int32_t index) {
   return !(seen[back / 64] >> (back % 64) & 1);
 }
 
-/* May part of the tile be hidden from a row that sees indices [first, own]? Indices
- * ascend, except in a list, which has only those that its token sees, but for a tree. */
+/* May part of the tile be hidden from a row that sees indices [first, own]? Indices ascend,
+ * except in a list; a list has only tokens that its row sees, unless a tree hides some. */
 static inline int hides_keys(const struct task *t, const struct key_tile *tile, int n,
                              int32_t first, int32_t own) {
   if (t->args->listed) return t->args->tree != NULL;
@@ -230,7 +230,7 @@ static inline void hook_row(const struct task *t, int r, const int32_t *indices,
   ((kvl_hook *)t->hooked->hook)(t->hooked->arguments, &row, indices, n, scores);
 }
 
-/* Where the score of row r and the key at index 0 is kept. */
+/* The address at which the score of row r and the key at index 0 is stored. */
 static inline float *kept_scores(const struct task *t, int r) {
   const struct kvl_paged_attention_args *a = t->args;
   int64_t row = task_token(t, r) * a->heads + task_head(t, r);

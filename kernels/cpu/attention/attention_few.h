@@ -97,7 +97,7 @@ static inline KVL_HOT void add_values(const float *p, const float *keep,
       vf_store(values, r * padded + d + j * VF, sum[r][j], KVL_DTYPE_F32);
 }
 
-/* The same for all d: pairs of vectors, and what head_dim leaves behind them. */
+/* The same for all d: pairs of vectors, and then the rest of head_dim. */
 static inline KVL_HOT void add_all_values(const float *p, const float *keep,
                                           const struct key_tile *tile,
                                           const char *const *ahead, int64_t value, int dim,
@@ -156,8 +156,8 @@ static int some_are_zero(const float *p, int n, int rows) {
   return zero;
 }
 
-/* A tile without the keys that a row gives the weight 0, whose V may be NaN; the other weights
- * move together. */
+/* The tile without the keys to which a row gives the weight 0, because their V may be NaN;
+ * the other weights become neighbours. */
 static struct key_tile without_zeros(const struct key_tile *tile, float *p) {
   struct key_tile seen;
   seen.n = 0;

@@ -16,7 +16,7 @@
 enum { PANEL = PRODUCT_LANES };
 _Static_assert(TASK_ROWS % PANEL == 0, "panels tile a task");
 
-/* The scores of one row at a time: changed by the hook, or kept. */
+/* Handles the scores of one row at a time: the hook changes them, or they are stored. */
 static void hook_lanes(const struct task *t, const struct key_tile *tile, int n, int row0,
                        float *s) {
   int32_t indices[TILE_KEYS];
@@ -107,8 +107,8 @@ static int all_finite(const float *x, int n) {
   return zero == 0;
 }
 
-/* Adds the values of a tile to a panel's sums, without keys of weight 0: the product would
- * make NaN of 0 times the NaN or infinity that V of a hidden key may hold. */
+/* Adds the values of a tile to a panel's sums, without keys of weight 0: V of a hidden key
+ * may be NaN or infinite, and 0 times that is NaN. */
 static __attribute__((noinline)) void add_seen_values(const struct many_scratch *m, int n,
                                                       int row0, int rows, int padded,
                                                       struct sums *sums) {
@@ -129,7 +129,7 @@ static void attend_panel(const struct task *t, const struct key_tile *tile, int 
   int dim = t->args->cache.key.dim, padded = dim_padded(t->args->cache.value.dim);
   int rows = t->rows - row0 < PANEL ? t->rows - row0 : PANEL, vecs = (rows + VF - 1) / VF;
   int n = tile->n;
-  if (!t->args->listed) { /* a walk over a list has only what its token sees */
+  if (!t->args->listed) { /* a walk over a list has only keys that its token sees */
     if (t->args->causal)  /* keys after the panel's last row are never computed */
       while (n > 0 && tile->index[n - 1] > t->index[row0 + rows - 1]) n--;
     if (n == 0 || tile->index[n - 1] < t->first[row0]) return;

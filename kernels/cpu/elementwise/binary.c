@@ -4,10 +4,10 @@
  * A strip of each input is widened (floats to f32, whole numbers to i64) into a buffer that
  * stays in L1, so there is one loop per operation instead of one per operation, dtype and
  * broadcast. Contiguous f32 is used where it lies. Whole numbers wrap; their quotients are
- * truncated, and dividing by zero gives 0. A scalar is converted to f32 or i64 first. MAX and
- * MIN are NaN if either side is. POW is the C library's for floats, a few ns each. For whole
- * numbers it wraps, and a negative exponent gives the quotient 1 / a^-b, truncated.
- * Limit: read plus write bandwidth in memory, about 3 L1 passes in cache. */
+ * truncated, and dividing by zero gives 0. A scalar is converted to f32 or i64 first. MAX
+ * and MIN are NaN if either operand is. POW is the C library's for floats, a few ns each.
+ * For whole numbers it wraps, and a negative exponent gives the quotient 1 / a^-b,
+ * truncated. Limit: read plus write bandwidth in memory, about 3 L1 passes in cache. */
 #include "args/elementwise.h"
 #include "cpu/convert.h"
 #include "cpu/lanes.h"

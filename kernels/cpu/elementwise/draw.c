@@ -1,12 +1,13 @@
-/* out[r] = an index of row r, drawn with the chances softmax(scores[r]): where the score and a
- * number of Gumbel's distribution add up to the most. See kvl__race in philox.h.
+/* out[r] = an index of row r, drawn with the chances softmax(scores[r]): the index where
+ * the sum of the score and a Gumbel-distributed number is largest. See kvl__race in
+ * philox.h.
  *   scores   f32  [rows, n]
  *   numbers  i64  [rows, 2]  a seed, and the word of it that index 0 uses
  *   out      i32  [rows]     the lower index among equals; NaN never wins
- * Scores that could not win with any number are passed over a strip at a time. Of the others,
- * the exponent of the uniform number u bounds the sum, since -ln(-ln(1 - u)) < -ln(u), and few
- * are left whose logarithms are taken. Every instruction set gives the same indices.
- * Limit: arithmetic, the words of Philox.
+ * Scores that could not win with any random number are skipped a strip at a time. For the
+ * others, the exponent of the uniform number u bounds the sum, since -ln(-ln(1 - u)) <
+ * -ln(u). Only the few that are left need logarithms. Every instruction set gives the same
+ * indices. Limit: arithmetic, the words of Philox.
  * Source: Gumbel 1954; Maddison, Tarlow, Minka 2014, arXiv:1411.0030. */
 #include "args/elementwise.h"
 #include "philox.h"
@@ -38,7 +39,7 @@ static inline KVL_HOT int any_above(const float *scores, int count, float least)
   return any;
 }
 
-/* No sum of a score and its number is above its bound: u >= 2^-k gives k ln 2. */
+/* An upper bound of a score's random number: u >= 2^-k gives k ln 2. */
 static inline KVL_HOT void bound(const float *scores, const uint32_t *bits, int count,
                                  float *bounds) {
   for (int e = 0; e < count; e++)

@@ -1,6 +1,6 @@
 /* Finds where the new token of each row goes: to the end, or, in a row that is full, to the
- * place of the token with the lowest score, and saves what stood there. See kvl_replace in
- * runtime/kvlab.h.
+ * place of the token with the lowest score, and saves the token that was there. See
+ * kvl_replace in runtime/kvlab.h.
  * Limit: reads the scores and the positions of full rows once. */
 #include "cpu/evict/token.h"
 #include "cpu/split.h"

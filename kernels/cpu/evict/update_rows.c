@@ -1,6 +1,7 @@
-/* Sets rows of numbers in a memory, or adds to them, and keeps what stood there. See
+/* Sets rows of numbers in a memory, or adds to them, and saves the old numbers. See
  * kvl_update_rows in runtime/kvlab.h.
- * Limit: reads values and writes memory, and as much again for what it keeps or adds to. */
+ * Limit: reads values and writes memory, and as much again if it saves old numbers or adds
+ * to them. */
 #include "args/evict.h"
 #include "cpu/split.h"
 #include "cpu/vec.h"

@@ -7,7 +7,7 @@
  *   indices       i32       [rows, k]
  * The kept values and the row's part of the tile are two runs of one row, in the order of
  * indices. They are searched as in topk_transform: ties to the lower index, -inf and
- * NaN never taken, so what was padded goes, too. Limit: as there, for n + k numbers. */
+ * NaN never taken, so padding is never taken either. Limit: as there, for n + k numbers. */
 #include "args/index.h"
 #include "cpu/select/radix.h"
 #include "cpu/split.h"

@@ -6,8 +6,8 @@
  *   out   like x or f32  [rows, n], or [rows, n / 2] for SwiGLU; with several parts,
  *                        [rows, columns[i]] each
  * The kernels of rmsnorm and matmul do the work, for at most PANEL_ROWS rows at a time; y is
- * in f32. What they add to a decode step is small enough that no threads are woken for it.
- * Limit: that of matmul.
+ * in f32. The bias, residual or SwiGLU of a decode step is so little work that no threads
+ * are woken for it. Limit: that of matmul.
  * Workspace: h and y of a panel, and what matmul wants. */
 #include "args/linear.h"
 #include "cpu/lanes.h"

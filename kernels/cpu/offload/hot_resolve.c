@@ -24,9 +24,9 @@
  *   last, both in the order that they had.
  * - A slot that is filled has is_ahead in `ahead`. A hit clears it, unless this call is ahead
  *   itself; the slots that hits cleared are counted.
- * - Of a block that is filled, uses becomes 1, or 0 if this call is ahead, and age 0. Of a hit,
- *   uses grows by 1, unless this call is ahead, and age becomes 0. Of any other block that keeps
- *   its slot, age grows by 1, unless this call is ahead.
+ * - For a block that gets a slot, uses becomes 1, or 0 if this call is ahead, and age 0.
+ *   For a hit, uses grows by 1, unless this call is ahead, and age becomes 0. For any other
+ *   block that keeps its slot, age grows by 1, unless this call is ahead.
  *
  * A KV head is one task and needs no memory of its own: while it runs, slot_of[block] is
  * mark(m) for the m-th miss, and block_of[slot] is mark(block) for a hit.

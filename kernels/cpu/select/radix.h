@@ -99,7 +99,7 @@ static inline uint32_t radix_kth(const struct radix_run *runs, int n_runs, int64
 }
 
 /* The key up to which the k largest eligible numbers of all runs are taken; *equals becomes
- * how many that equal it are. `all` is the number of elements. */
+ * how many numbers with this very key are taken. `all` is the number of elements. */
 static inline uint32_t radix_largest(const struct radix_run *runs, int n_runs, int64_t all,
                                      int64_t k, int64_t *equals) {
   int64_t before = 0;

@@ -72,7 +72,7 @@ static inline int load_group(const struct score *s, const struct run *r, float *
   return rows;
 }
 
-/* Joins the scores of blocks, a vector at a time; a head whose score is NaN has no say in a
+/* Joins the scores of blocks, a vector at a time; a head whose score is NaN is ignored in a
  * maximum. */
 static inline vf score_start(const struct score *s) {
   return vf_set(s->join == KVL_GROUP_MEAN ? 0 : -INFINITY);
@@ -92,7 +92,7 @@ static inline void score_rows(const struct score *s, const struct run *r, const 
   float part[GROUP_MAX * SCORE_TILE] __attribute__((aligned(64)));
   float *scores = r->scores + r->begin;
   int n = (int)(r->end - r->begin), missing = 0;
-  for (int i = 0; i < n + VF + SOON; i++) { /* any row where there is none */
+  for (int i = 0; i < n + VF + SOON; i++) { /* any valid row, if there is none */
     const char *row = i < n ? block_row(s, r, r->begin + i) : NULL;
     x[i] = row ? row : s->rows;
     missing += i < n && !row;

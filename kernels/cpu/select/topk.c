@@ -53,7 +53,7 @@ static void sort(struct row a, int32_t *index, int64_t n, int shift) {
   }
   for (int d = 0; d < 256; d++) start[d + 1] += start[d], next[d] = start[d];
   for (int d = 0; d < 256; d++)
-    while (next[d] < start[d + 1]) { /* carry what lies here to where it belongs */
+    while (next[d] < start[d + 1]) { /* move the number here to where it belongs */
       int32_t moving = index[next[d]];
       for (int at; (at = rank(a, moving) >> shift & 255) != d;) {
         int32_t found = index[next[at]];

@@ -19,7 +19,7 @@ struct row {
   const float *weights;
   int32_t *selection;
   int64_t n;           /* entries */
-  int64_t first, last; /* blocks [first, last) may go, others stay */
+  int64_t first, last; /* blocks [first, last) may be dropped, others stay */
 };
 
 static float weight(const struct row *r, int64_t block) {
@@ -29,7 +29,7 @@ static int may_go(const struct row *r, int64_t block) {
   return block >= r->first && block < r->last;
 }
 
-/* The sum of the weights that may go and are at least the float with these bits. */
+/* The sum of the weights of droppable blocks that are at least the float with these bits. */
 static double sum_from(const struct row *r, uint32_t bits) {
   double sum = 0;
   for (int64_t i = 0; i < r->n; i++) {
@@ -41,7 +41,7 @@ static double sum_from(const struct row *r, uint32_t bits) {
   return sum;
 }
 
-/* Decides which of the entries that may go are kept: those heavier than *least, and the first
+/* Decides which of the droppable entries are kept: those heavier than *least, and the first
  * *ties of those that equal it. */
 static void find_least(const struct row *r, double wanted, uint32_t *least, int64_t *ties) {
   *least = 0;

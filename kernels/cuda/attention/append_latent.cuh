@@ -1,6 +1,6 @@
 /* Appends to pages of f8_latent (page.h): append_kv, hot_append and rope_append of rows whose
- * value is kept in 8 bits. A warp takes a row, 128 numbers of its value at a time, which share
- * a scale. The rule, to the bit, is that of pack_row (cpu/strip.h).
+ * value is kept in 8 bits. A warp takes a row, 128 numbers of its value at a time, which
+ * share a scale. The result has the same bits as pack_row (cpu/strip.h).
  *
  * Bytes   tokens * kv_heads * (head_dim * element + 656 of 512 + 64 numbers)
  * Limit   memory; the launch for the tokens of a decode step */
@@ -13,7 +13,7 @@
 namespace kvl {
 
 /* Calls put(bytes into the row, word) for all words of a row; a warp calls it. rest(d) is
- * number d of those behind the value, as f32. */
+ * number d of the numbers behind the value, as f32. */
 template <class From, class Rest, class Put>
 __device__ __forceinline__ void pack_latent(const kvl_strips &of, const From *row, Rest rest,
                                             Put put) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ void pack_latent(const kvl_strips &of, const From *ro
     const bool inside = d < of.packed;
     pack<From, 4> x = {};
     if (inside) x = load_pack<4>(row + d);
-    int most = 0; /* magnitudes are in the order of their bits; NaN is above infinity */
+    int most = 0; /* the order of magnitudes is that of their bits; NaN is above infinity */
 #pragma unroll
     for (int e = 0; e < 4; e++)
       most = max(most, __float_as_int(to_float(x.at[e])) & 0x7FFFFFFF);

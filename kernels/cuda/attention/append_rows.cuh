@@ -1,7 +1,7 @@
 /* Scatters the rows of K and V of new tokens into the paged cache: the shared part of
  * append_kv, hot_append and rope_append. A thread moves N neighbours of k and the same N of
- * v, so at least two loads are in flight before a store. Neighbouring threads write a row, 16
- * bytes each; where numbers are packed, four of them have a group. */
+ * v, so at least two loads are in flight before a store. Neighbouring threads write a row,
+ * 16 bytes each; where numbers are packed, four threads share a group. */
 #ifndef KVL_CUDA_APPEND_ROWS_CUH
 #define KVL_CUDA_APPEND_ROWS_CUH
 
@@ -21,10 +21,10 @@ __device__ __forceinline__ float head_scale(const float *scales, int head) {
   if constexpr (same<To, f8e4m3>) return scales ? scales[head] : 1.f;
   else return 1.f;
 }
-/* What a row keeps of N numbers; `scale` is packed ones'. */
+/* N numbers as a row stores them; `scale` is used only for packed numbers. */
 template <class To, int N> struct kept_pack : pack<To, N> { __nv_bfloat16 scale; };
-/* Packs numbers of which LANES neighbouring threads have a group; whole warps call it. The rule,
- * to the bit, is that of pack_row (cpu/strip.h). */
+/* Packs numbers; LANES neighbouring threads share a group, and whole warps call it. The
+ * result has the same bits as pack_row (cpu/strip.h). */
 template <int LANES, class From, int N>
 __device__ __forceinline__ kept_pack<int8, N> pack_numbers(const pack<From, N> &x) {
   constexpr int INFINITE = 0x7F800000; /* NaN is above it */
@@ -43,7 +43,7 @@ __device__ __forceinline__ kept_pack<int8, N> pack_numbers(const pack<From, N> &
   uint32_t *const words = reinterpret_cast<uint32_t *>(out.at);
 #pragma unroll
   for (int e = 0; e < N; e += 4) {
-    uint32_t y[4]; /* the lowest byte of what is left of a mantissa is the whole number */
+    uint32_t y[4]; /* the lowest byte of the shifted mantissa is the whole number */
 #pragma unroll
     for (int i = 0; i < 4; i++)
       y[i] = __float_as_uint(__fadd_rn(__fmul_rn(to_float(x.at[e + i]), by), 12582912.f));
@@ -68,13 +68,14 @@ __device__ __forceinline__ pack<To, N> convert_pack(const pack<From, N> &x, floa
   }
 }
 
-/* The same of a KV head's numbers, whether its codec packs them or not. */
+/* The same for numbers of a KV head, packed or not. */
 template <class To, class From, int N>
 __device__ __forceinline__ auto kept(const pack<From, N> &x, const float *scales, int head) {
   if constexpr (packs<To>) return pack_numbers<PACKED_GROUP / N>(x);
   else return convert_pack<To>(x, head_scale<To>(scales, head));
 }
-/* Pieces of N numbers that threads take of a row; those of packed ones fill its last group. */
+/* How many pieces of N numbers a row has for threads; packed rows are rounded up to whole
+ * groups. */
 template <class To, int N>
 __host__ __device__ __forceinline__ int append_pieces(const kvl_pages &cache) {
   return packs<To> ? cache.key.groups * (PACKED_GROUP / N) : cache.key.dim / N;
@@ -97,7 +98,7 @@ __device__ __forceinline__ To *row_in(const kvl_pages &c, const kvl_strips &stri
   if (block < 0 || block >= c.blocks) return nullptr;
   return (To *)((char *)c.memory + kvl__row_at(&c, &strips, block, head, offset));
 }
-/* Where the scale of a packed row's numbers from `dim` on lies. */
+/* The address of the scale for the numbers of a packed row from `dim` on. */
 __device__ __forceinline__ __nv_bfloat16 *scale_in(const kvl_pages &c,
                                                    const kvl_strips &strips, int64_t block,
                                                    int head, int offset, int dim) {

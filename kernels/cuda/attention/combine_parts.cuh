@@ -9,8 +9,8 @@ namespace kvl {
 
 constexpr int COMBINE_WARPS = 8, COMBINE_AT_ONCE = 5;
 
-/* How the lanes of a warp share the partial results of a row: it takes 4 * dim_lanes dims and
- * reads 32 / dim_lanes of them side by side, up to five in flight per lane. */
+/* How the lanes of a warp share the partial results of a row: the warp takes 4 * dim_lanes
+ * dims and reads 32 / dim_lanes results side by side, up to five in flight per lane. */
 inline int combine_dim_lanes(int64_t parts) {
   int dim_lanes = WARP;
   while (dim_lanes > 1 && WARP / dim_lanes * COMBINE_AT_ONCE < parts) dim_lanes /= 2;
@@ -20,14 +20,14 @@ struct combine_lanes {
   int dim_lanes, side, mine;
   __device__ explicit combine_lanes(int n)
       : dim_lanes(n), side(WARP / n), mine(threadIdx.x % WARP / n) {}
-  /* The dim of this lane's four, of the warp's piece number `piece` of a row. */
+  /* The first of this lane's four dims in piece number `piece` of a row. */
   __device__ int dim(int piece) const {
     return (piece * dim_lanes + threadIdx.x % WARP % dim_lanes) * 4;
   }
 };
-/* Joins `count` partial results, of which number i has row part(i) of `out` [, head_dim] and
- * `lse`; each SM has a few, so 32 bits count their numbers. All lanes get the maximum and the
- * sum of weights, and lanes with mine == 0 their four dims. */
+/* Joins `count` partial results; number i is row part(i) of `out` [, head_dim] and `lse`.
+ * An SM has only a few, so 32 bits are enough for their numbers. All lanes get the maximum
+ * and the sum of weights, and lanes with mine == 0 their four dims. */
 template <class F>
 __device__ __forceinline__ void join_parts(const combine_lanes &l, const float *out,
                                            const float *lse_of, int head_dim, int dim,

@@ -1,6 +1,6 @@
-/* The first half of a warp of paged_decode.cuh: it looks up where the keys of its tiles lie,
- * and copies K and V of these into its ring in shared memory. It runs ahead of the half that
- * computes (decode_rows.cuh), from sequence to sequence. */
+/* The first half of a warp's work in paged_decode.cuh: it looks up where the keys of its
+ * tiles lie, and copies their K and V into its ring in shared memory. It runs ahead of the
+ * half that computes (decode_rows.cuh), from sequence to sequence. */
 #ifndef KVL_CUDA_DECODE_COPIES_CUH
 #define KVL_CUDA_DECODE_COPIES_CUH
 
@@ -13,9 +13,10 @@
 namespace kvl {
 
 /* Ring sizes: 192 KiB per thread block, one block per SM, or with small tiles 64 KiB; scales
- * come on top, and rows of 64 packed numbers take less. C is the type of the cache's numbers. R
- * is how many rows the kernel takes at once: 16 or, of packed numbers, 8 or 16. Eight rows leave
- * registers for more warps, which have fewer stages each: they wait less for their own results. */
+ * come on top, and rows of 64 packed numbers take less. C is the type of the cache's
+ * numbers. R is how many rows the kernel takes at once: 16 or, over packed numbers, 8 or
+ * 16. Eight rows leave registers for more warps, with fewer stages each; with more warps,
+ * less time is lost while a warp waits for its own results. */
 template <int D, class C, int R = 16, tile_size TILES = TILES_HERE> struct decode_shape {
   static constexpr int BYTES = sizeof(C), NUMBERS = 16 / BYTES; /* per piece */
   static constexpr int PIECES = packs<C> ? D / NUMBERS : (D / NUMBERS + 7) / 8 * 8;
@@ -90,8 +91,8 @@ template <int D, class C, class H, int R> struct decode_copies {
     return paged_keys(a, ahead_seq, kv_head, window_begin(a, ahead_length - 1), ahead_length);
   }
 
-  /* Finds the warp's share, and stands before its first tile. Returns the sequence in which
-   * the share begins. */
+  /* Finds the warp's share, and moves to just before its first tile. Returns the sequence
+   * in which the share begins. */
   __device__ __forceinline__ int find_share(uint32_t share, int member, uint32_t &seq_begin) {
     plan.make();
     const bool has_share = share < plan.shares;
@@ -156,11 +157,11 @@ template <int D, class C, class H, int R> struct decode_copies {
       copy_keys(to, where);
     }
     if (now_tiles > 0) now_tile++;
-    if (next_tiles == 0) look_up<false>(); /* after the copies: it may wait for a selection */
+    if (next_tiles == 0) look_up<false>(); /* last: it may wait for a selection */
   }
   /* Copies the scales of a tile's keys, [KEYS, groups], and those of its values behind them.
-   * Those of eight keys are 16 * groups bytes, and every lane copies 16 of them. What is not
-   * seen becomes zeros only where none of the eight is seen. */
+   * The scales of eight keys are 16 * groups bytes, and every lane copies 16 of them.
+   * Scales become zeros only where none of the eight keys is seen. */
   __device__ __forceinline__ void copy_scales(uint32_t to) const {
     constexpr int GROUPS = shape::GROUPS;
     const int groups = GROUPS <= 2 ? GROUPS : a.cache.key.groups;
@@ -175,7 +176,8 @@ template <int D, class C, class H, int R> struct decode_copies {
       copy_async(to + ((is_value * (KEYS / 8) + run) * groups + piece) * 16, from, seen,
                  once);
   }
-  /* Both copy SIDE rows at a time. What is not seen becomes zeros, so that no NaN gets in. */
+  /* Both copy SIDE rows at a time. Rows that are not seen become zeros, so that no NaN gets
+   * in. */
   __device__ __forceinline__ void copy_runs(uint32_t to, int *where) const {
     const int piece = lane % PIECES, side = lane / PIECES;
     const int own = now_tile * (KEYS / 8) + lane / 8; /* the run of key number `lane` */

@@ -1,6 +1,6 @@
-/* The second half of a warp of paged_decode.cuh where pages pack numbers beside their scales
- * (int8): the online softmax of 8 or 16 query rows over the tiles that decode_copies.cuh has
- * copied. decode_rows.cuh does it for all other codecs.
+/* The second half of a warp's work in paged_decode.cuh over packed numbers with scales
+ * (int8): the online softmax of 8 or 16 query rows over the tiles that decode_copies.cuh
+ * has copied. decode_rows.cuh does this for all other codecs.
  *
  * Keys, and then dims, are the 16 rows of every mma, and eight query rows are its columns:
  *   S^T [16 keys, 8 rows]  = K   [16 keys, 16 dims] Q^T [16 dims, 8 rows]
@@ -13,15 +13,15 @@
  * keys 4 i + m, which lie in rows 8 m + i of the tile (tile_row): so a lane's scales and
  * indices are neighbours. Of a piece of V (16 dims) a lane gets the even dims, which are rows
  * 0-7 of the mma, and the odd dims, which are its rows 8-15: its sums are of dims 2 i and
- * 2 i + 1. P^T has to be turned around (movmatrix) on its way from one product to the other.
+ * 2 i + 1. P^T has to be transposed (movmatrix) between the two products.
  *
- * A number n of a key becomes the f16 number n + RAISED, which takes no subtraction. Products
- * start at -RAISED times the sum of the row's q, which takes that away again. Numbers of values
- * are exact: what one key's large scale would leave of RAISED may be more than all other keys
- * add to a dim where that key has 0.
+ * A number n of a key becomes the f16 number n + RAISED, which needs no subtraction.
+ * Products start at -RAISED times the sum of the row's q, which cancels RAISED. Numbers of
+ * values become f16 without RAISED: if one key has a large scale, the rounding error that
+ * RAISED leaves could be more than all other keys add to a dim where that key has 0.
  *
- * A row's weights count from the largest score of their own tile, which makes them as exact
- * where a tile matters little as where it matters most.
+ * A row's weights are relative to the largest score of their own tile, so they are as exact
+ * in a tile that matters little as in the one that matters most.
  *
  * Eight rows and head_dim 128 take about 900 instructions for a tile of 32 keys, 215 of which
  * copy another one (nvcc 13.0, sm_90a): 28 a key. With query rows as the mma's rows and a
@@ -34,13 +34,13 @@
 
 namespace kvl {
 
-/* Where the scales of a tile's keys, or of its values, are in shared memory: bf16
- * [KEYS, groups]. */
+/* The scales of a tile's keys, or of its values, in shared memory: bf16 [KEYS, groups]. */
 template <int GROUPS> struct tile_scales {
   const char *const at;
   const int groups; /* GROUPS, or 3 of 4 */
 
-  /* Those of a group for four neighbouring keys, the first of which is a multiple of 4. */
+  /* The scales of a group for four neighbouring keys; the number of the first is a multiple
+   * of 4. */
   __device__ __forceinline__ void of_four(float (&x)[4], int key, int group) const {
     constexpr __nv_bfloat16 BF16 = {};
     if constexpr (GROUPS == 1) {
@@ -63,15 +63,16 @@ template <int GROUPS> struct tile_scales {
   }
 };
 
-/* The power of two that brings numbers up to `top` to less than 2^15, and what brings them
- * back. top is 2^-112 or more, so that both are normal numbers. */
+/* The power of two that scales numbers of up to `top` to less than 2^15, and its inverse.
+ * top is 2^-112 or more, so that both are normal numbers. */
 constexpr float LEAST_TOP = 0x1p-112f;
 __device__ __forceinline__ float2 f16_unit(float top) {
   const uint32_t exponent = __float_as_uint(top) & 0x7F800000u;
   return make_float2(__uint_as_float((268u << 23) - exponent),
                      __uint_as_float(exponent - (14u << 23)));
 }
-/* Scales of a tile may lie so far apart that one power of two serves all of its rows. */
+/* The scales of a tile may differ by this factor if one power of two is to serve all of its
+ * rows. */
 constexpr uint32_t NARROW = 20u << 23; /* in their exponents */
 
 /* Every lane gets the result of the eight lanes with the same lane % 4. */
@@ -189,20 +190,21 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
     const uint32_t at = shared_address(stage) + lane * PIECES * 16 +
                         tile_mix<PIECES>(lane) * 16;
     tile_scores s = {};
-    float share[EIGHTS][2]; /* of the tile's weights in those of all tiles */
+    float share[EIGHTS][2]; /* by which this tile's weights count */
     scores(s, at, of_keys);
     weigh(s, share, where, seq, length);
     values(s, share, at, of_values, where);
   }
 
-  /* Where the lane's row of a load has a piece, see tile_byte: `at` is where it has piece 0,
-   * and tiles begin at multiples of 128, though not of 256. */
+  /* The address of a piece in the lane's row of a load, see tile_byte: `at` is that of
+   * piece 0; tiles begin at multiples of 128, but not of 256. */
   __device__ __forceinline__ static uint32_t piece_at(uint32_t at, int piece) {
     return (at ^ piece % 8 * 16) + piece / 8 * 128;
   }
 
-  /* s = K q, scaled: each group of dims has its own sums, which the keys' scales multiply. The
-   * rows' scales come in first: a key's scale alone could lead out of f32. */
+  /* s = K q, scaled: each group of dims has its own sums, which the keys' scales multiply.
+   * The rows' scales are multiplied in first, because with a key's scale alone a product
+   * could overflow f32. */
   __device__ __forceinline__ void scores(tile_scores &s, uint32_t k_at,
                                          const scales &of_keys) const {
 #pragma unroll
@@ -236,8 +238,8 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
     }
   }
 
-  /* Turns scaled scores into weights, of which a row's largest is 1, brings m, l and out to
-   * the new maximum, and tells how much the tile's weights count there. */
+  /* Turns scaled scores into weights (the largest of a row is 1), rescales m, l and out to
+   * the new maximum, and returns the factor of the tile's weights relative to it. */
   __device__ __forceinline__ void weigh(tile_scores &s, float (&share)[EIGHTS][2],
                                         const int (&where)[4], int seq, int length) {
     finish_scores(s, where, seq, length);
@@ -264,7 +266,7 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
         l[t][c] += sum * share[t][c];
       }
   }
-  /* Brings m up to the maxima of new scores, and l and out with it. */
+  /* Raises m to the maxima of new scores, and rescales l and out. */
   __device__ __forceinline__ void raise(const float (&top)[EIGHTS][2]) {
 #pragma unroll
     for (int t = 0; t < EIGHTS; t++) {
@@ -282,8 +284,7 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
         for (int c = 0; c < 4; c++) out[t][n][c] *= down[c % 2];
     }
   }
-  /* What may happen to a scaled score: a cap, ALiBi, a hook; a key that is not seen gets
-   * -inf. */
+  /* Changes a scaled score: cap, ALiBi, hook; a key that is not seen gets -inf. */
   __device__ __forceinline__ void finish_scores(tile_scores &s, const int (&where)[4],
                                                 int seq, int length) const {
     if (rule.cap != 0.f) {
@@ -318,9 +319,10 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
   }
 
   /* out += V P, where the values' scales multiply the weights. A power of two brings these
-   * products into f16's range: that of a group's largest scale or, where scales lie far apart,
-   * that of a row's largest product, so that only what is 2^-39 of it gets lost. Values that
-   * are not seen get scales of 0, so that no NaN gets in: their weights are 0. */
+   * products into f16's range. It depends on a group's largest scale or, where scales
+   * differ much, on a row's largest product, so that only products of less than 2^-39 of it
+   * get lost. Values that are not seen get scales of 0, so that no NaN gets in: their
+   * weights are 0. */
   __device__ __forceinline__ void values(const tile_scores &s,
                                          const float (&share)[EIGHTS][2], uint32_t at,
                                          const scales &of_values, const int (&where)[4]) {
@@ -362,8 +364,8 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
       }
     }
   }
-  /* The products of eight rows' weights and values' scales, as the mma's right operand; what
-   * brings their sums back; and at what these start. */
+  /* The products of eight rows' weights and values' scales, as the mma's right operand; the
+   * factor that undoes their scaling; and the initial value of the sums. */
   __device__ __forceinline__ static void pack_weights(uint32_t (&p)[4], float (&back)[2],
                                                       const float (&s)[4][2],
                                                       const float (&by)[4], float most,
@@ -405,7 +407,7 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
         l[t][c] = column_reduce(l[t][c], add_op());
       }
   }
-  /* Keeps (m, l) of the rows. */
+  /* Stores (m, l) of the rows. */
   __device__ __forceinline__ void keep_states(float2 *states) const {
     if (lane >= 4) return;
 #pragma unroll
@@ -413,7 +415,7 @@ template <class T, int D, class C, class H, int ROWS> struct decode_packed : dec
 #pragma unroll
       for (int c = 0; c < 2; c++) states[row_of(t, c)] = make_float2(m[t][c], l[t][c]);
   }
-  /* Keeps the sums of the first `count` rows in memory, [ROWS, D]. */
+  /* Stores the sums of the first `count` rows in memory, [ROWS, D]. */
   __device__ __forceinline__ void keep_sums(float *sums, int count) const {
 #pragma unroll
     for (int t = 0; t < EIGHTS; t++)

@@ -1,7 +1,7 @@
-/* The second half of a warp of paged_decode.cuh: the online softmax of up to 16 query rows,
- * which are the 16 rows of every mma, over the tiles that decode_copies.cuh has copied. A
- * lane has two of the rows: lane / 4, and 8 more. decode_packed.cuh does it for codecs that
- * pack numbers. */
+/* The second half of a warp's work in paged_decode.cuh: the online softmax of up to 16
+ * query rows, which are the 16 rows of every mma, over the tiles that decode_copies.cuh has
+ * copied. A lane has two of the rows: lane / 4 and lane / 4 + 8. decode_packed.cuh does
+ * this for codecs that pack numbers. */
 #ifndef KVL_CUDA_DECODE_ROWS_CUH
 #define KVL_CUDA_DECODE_ROWS_CUH
 
@@ -9,7 +9,7 @@
 
 namespace kvl {
 
-/* A unit of a warp's task, and what its scores go through. */
+/* A unit of a warp's task, and what changes its scores. */
 template <class H> struct decode_unit {
   const kvl_paged_attention_args &a;
   const split_place &place;
@@ -119,7 +119,7 @@ template <class T, int D, class C, class H> struct decode_rows : decode_unit<H> 
     scale_rows(s, scale0, scale1);
   }
 
-  /* Turns scaled scores into weights, and brings m, l and out to the new maximum. */
+  /* Turns scaled scores into weights, and rescales m, l and out to the new maximum. */
   __device__ __forceinline__ void weigh(tile_scores &s, const int *indices, int seq,
                                         int length) {
     if (rule.cap != 0.f) {
@@ -206,13 +206,13 @@ template <class T, int D, class C, class H> struct decode_rows : decode_unit<H> 
     l0 = warp_sum<4>(l0);
     l1 = warp_sum<4>(l1);
   }
-  /* Keeps (m, l) of the rows. */
+  /* Stores (m, l) of the rows. */
   __device__ __forceinline__ void keep_states(float2 *states) const {
     if (lane % 4) return;
     states[row0] = make_float2(m0, l0);
     states[row1] = make_float2(m1, l1);
   }
-  /* Keeps the sums of the first `count` rows in memory, [16, D]. */
+  /* Stores the sums of the first `count` rows in memory, [16, D]. */
   __device__ __forceinline__ void keep_sums(float *sums, int count) const {
     auto keep = [&](int row, int c) {
       if (row >= count) return;

@@ -1,6 +1,7 @@
-/* What the kernels that emit in a prefill are written with (lua/kvlab/kernel/print/cuda_prompt.lua):
+/* What the kernels that emit in a prefill call (lua/kvlab/kernel/print/cuda_prompt.lua):
  * the keys of a few blocks, which stay in shared memory, and their products with a tile of
- * query rows on the tensor cores (score_mma.cuh). A row is a pair (query, head of the group).
+ * query rows on the tensor cores (score_mma.cuh). A row is a pair (query, head of the
+ * group).
  *
  * Flops     2 * head_dim for each pair of a query row and a key that it sees, half of what
  *           attention needs; e^x and the expression come on top
@@ -13,9 +14,9 @@
 
 #include "cuda/expression.cuh"
 
-/* Brings SLICE keys into tiles of 16, from key `first` of the blocks on: block b has counts[b]
- * keys, from byte start[b] of the cache on. What is no key becomes zeros. C is the type of an
- * element in memory, T in the tiles: packed numbers become floats. */
+/* Brings SLICE keys into tiles of 16, from key `first` of the blocks on: block b has
+ * counts[b] keys, from byte start[b] of the cache on. The rest of a tile becomes zeros. C
+ * is the type of an element in memory, T in the tiles: packed numbers become floats. */
 template <class C, class T, int D, int DIM, int TOKENS, int BLOCKS, int SLICE, int THREADS>
 DEVICE void emission_keys(char *tiles, const kvl_pages *cache, const int64_t *start,
                           const int *counts, int first) {
@@ -65,9 +66,9 @@ DEVICE void emission_add(float &sum, float &lost, float x) {
   sum = next;
 }
 
-/* Joins what the threads have that take the same block and lane, each for other queries:
- * those at a distance of STRIDE, PARTS of them. The first of them gets the result. memory
- * has room for PARTS * STRIDE numbers. */
+/* Joins the results of PARTS threads, STRIDE apart, which take the same block and lane for
+ * different queries. The first of them gets the result. memory has room for PARTS * STRIDE
+ * numbers. */
 template <int PARTS, int STRIDE, bool IS_MAX>
 DEVICE float emission_total(float *memory, float own) {
   __syncthreads(); /* what memory held before was read */

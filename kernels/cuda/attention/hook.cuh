@@ -2,7 +2,8 @@
  * while the program runs, by NVRTC with the hook of a policy, a struct that
  * lua/kvlab/kernel/print/cuda.lua writes:
  *   ACTIVE            whether there is a hook
- *   HIDES, KEEPS      whether it changes scores, and so may hide keys; whether they are kept
+ *   HIDES, KEEPS      whether it changes scores, and so may hide keys; whether they are
+ *                     stored
  *   scores, room      where: f32 [tokens, heads, room], by index
  *   operator()(score, row, index)   the new score; scores are in base 2 */
 #ifndef KVL_CUDA_HOOK_CUH
@@ -22,7 +23,7 @@ struct no_hook {
   static constexpr bool ACTIVE = false, HIDES = false, KEEPS = false;
 };
 
-/* Keeps the score of row `row` of [tokens, heads] and the key at `index`. */
+/* Stores the score of row `row` of [tokens, heads] and the key at `index`. */
 template <class H>
 __device__ __forceinline__ void keep_score(const H &hook, int64_t row, int index,
                                            float score) {

@@ -1,6 +1,6 @@
 /* The host's side of an attention kernel with a hook: finds the kernel in the library that
- * NVRTC compiled, and launches it. Its name says its shape, so that a library which was
- * compiled for another one is refused. */
+ * NVRTC compiled, and launches it. The kernel's name contains its shape, so that a library
+ * which was compiled for another shape is refused. */
 #ifndef KVL_CUDA_HOOK_LAUNCH_CUH
 #define KVL_CUDA_HOOK_LAUNCH_CUH
 
@@ -20,12 +20,12 @@ template <> inline constexpr const char *type_name<__nv_bfloat16> = "bf16";
 template <> inline constexpr const char *type_name<f8e4m3> = "f8";
 template <> inline constexpr const char *type_name<int8> = "int8";
 
-/* What the name of a kernel for 16-bit queries ends with. */
+/* The suffix of the name of a kernel for 16-bit queries. */
 template <class C> constexpr const char *codec_suffix = "";
 template <> inline constexpr const char *codec_suffix<f8e4m3> = "_f8";
 template <> inline constexpr const char *codec_suffix<int8> = "_int8";
 
-/* What a kernel gets of a hook: the policy's struct has the same layout (print/cuda.lua). */
+/* What a kernel gets from a hook; the policy's struct has the same layout (print/cuda.lua). */
 struct hook_argument {
   float *scores;
   int64_t room;

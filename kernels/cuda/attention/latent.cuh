@@ -3,15 +3,18 @@
  * tokens and blocks. A key is read once for all heads of a KV head, 64 rows of q at a time.
  *
  * The work is that of wgmma_plan.cuh, and lists of tokens are a source of keys like tables and
- * selections. The first of three warpgroups brings Q and tiles of 64 keys (latent_memory.cuh; of
- * f8_latent latent_convert.cuh, which has a fourth one with few rows).
- * The other two are consumers with the same rows, of which there are two kinds.
+ * selections. The first of three warpgroups brings Q and tiles of 64 keys
+ * (latent_memory.cuh; for f8_latent latent_convert.cuh, which has a fourth warpgroup if
+ * there are few rows). The other two are consumers with the same rows. There are two kinds
+ * of consumers.
  *   many   64 rows: tokens with all heads. One consumer takes the even tiles of a piece of work,
- *          the other the odd ones: S = Q K^T and the softmax, whose weights it tells the other.
- *          Each adds up half of the values' numbers, 256 columns, for both tiles: O += P V. So S
- *          and the softmax are done once; the softmax of one tile runs beside products of the
- *          other, and a new tile comes piece by piece in place of what was read.
- *   few    up to 16 or 32 heads of one token. A product has 64 rows, so here they are keys and
+ *          the other the odd ones: S = Q K^T and the softmax, and passes its weights to the
+ *          other. Each adds up half of the values' numbers, 256 columns, for both tiles: O
+ *          += P V. So S and the softmax are computed once, and the softmax of one tile runs
+ *          beside products of the other. A new tile arrives piece by piece in the memory of
+ *          pieces that were read.
+ *   few    up to 16 or 32 heads of one token. A product has 64 rows, so here these are keys
+ *          and
  *          numbers of values: S^T = K Q^T, O^T += V^T P^T, and no row is for nothing. Each
  *          computes S^T from half of the numbers. Both halves go to shared memory; then
  *          neighbouring threads have a row's keys.
@@ -33,13 +36,14 @@ namespace kvl {
 
 #if KVL_SM90A
 
-/* A consumer of many rows: 64 of q, and half of the values' columns. A thread has two rows, with
- * two of every eight columns; `product` says which. The weights of an even tile are told in a
- * place of their own, those of an odd one where the tile's last piece was. */
+/* A consumer of many rows: 64 of q, and half of the values' columns. A thread has two rows,
+ * with two of every eight columns; `product` says which. The weights of an even tile are
+ * passed in memory of their own, those of an odd tile in the memory of the tile's last
+ * piece. */
 template <class T, class shape> struct latent_many {
   static constexpr int KEYS = shape::KEYS, COLUMNS = shape::D / 2, STEPS = KEYS / 16;
   static constexpr int BOTH = 2 * WARPGROUP;       /* threads of both consumers */
-  static constexpr int EVEN = 1, ODD = 2, END = 3; /* barriers: weights are told; the end */
+  static constexpr int EVEN = 1, ODD = 2, END = 3; /* barriers: weights are ready; the end */
 
   const kvl_paged_attention_args &a;
   const wgmma_plan &plan;
@@ -51,8 +55,8 @@ template <class T, class shape> struct latent_many {
   wgmma_sight sight[2];
   int low, high; /* every row of the warp sees all of a tile within them */
   float s[KEYS / 2], out[COLUMNS / 2];
-  /* The reference, which is the largest score so far, in base 2; the sum of weights of the
-   * tiles that this consumer has. */
+  /* The reference, which is the largest score so far, in base 2; and the sum of the weights
+   * of this consumer's tiles. */
   float m[2], l[2];
   uint32_t p[STEPS][4];
   latent_stage<shape> stage;
@@ -155,7 +159,7 @@ template <class T, class shape> struct latent_many {
     const float *const told = memory.told[1 - half];
     return {told[r0], told[r1]};
   }
-  /* Turns scores into weights, sums them up and tells them. */
+  /* Turns scores into weights, sums them up and passes them to the other consumer. */
   __device__ __forceinline__ void weigh(float top0, float top1, float (&sum)[2]) {
     const float shift[2] = {finite_shift(top0), finite_shift(top1)};
     sum[0] = sum[1] = 0.f;
@@ -172,7 +176,7 @@ template <class T, class shape> struct latent_many {
       store_matrices(weights_at(half, k), p[k]);
     }
   }
-  /* Where this lane has eight weights of 16 keys: those of a tile, its k-th. */
+  /* The address of this lane's eight weights for 16 keys: the k-th 16 keys of a tile. */
   __device__ __forceinline__ uint32_t weights_at(int tile, int k) const {
     const uint32_t at = tile ? memory.keys(1) + latent_piece_at(LATENT_LAST)
                              : memory.weights();
@@ -182,7 +186,7 @@ template <class T, class shape> struct latent_many {
 #pragma unroll
     for (int k = 0; k < STEPS; k++) load_matrices(x[k], weights_at(1 - half, k));
   }
-  /* O += P V begins, for a tile. */
+  /* Begins O += P V for a tile. */
   __device__ __forceinline__ void values(int tile, const uint32_t (&x)[STEPS][4]) {
     const uint64_t v = matrix_at(memory.keys(tile) + latent_piece_at(half),
                                  latent_group(half), 1024);
@@ -199,8 +203,8 @@ template <class T, class shape> struct latent_many {
     memory.release(tile, half);
   }
 
-  /* Two tiles, of which there may be one alone: the part of the consumer of the even one. After
-   * the last ones of a piece of work, Q is read no more. */
+  /* Two tiles, or a last single one: the part of the consumer of the even tile. After the
+   * last tiles of a piece of work, Q is no longer read. */
   __device__ __forceinline__ void attend_even(bool two, bool last) {
     scores();
     if (last) barrier_arrive_warp(memory.q_empty(), lane);
@@ -228,7 +232,7 @@ template <class T, class shape> struct latent_many {
       values_done(0);
     }
   }
-  /* The same of the odd one's. */
+  /* The part of the consumer of the odd tile. */
   __device__ __forceinline__ void attend_odd(bool two, bool last) {
     float own0 = -INFINITY, own1 = -INFINITY;
     if (two) scores();
@@ -248,7 +252,7 @@ template <class T, class shape> struct latent_many {
     float sum[2];
     tell(top0, top1);
     weigh(top0, top1, sum);
-    fence_async(); /* before the tile's last piece comes there again */
+    fence_async(); /* before another tile's last piece arrives there */
     named_arrive(ODD, BOTH);
     values_done(0);
     raise(top0, top1);
@@ -305,12 +309,12 @@ template <class T, class shape> struct latent_many {
     }
   }
   __device__ __forceinline__ void write_work() {
-    /* A row that has to be mended says so by the sign of its sum. */
+    /* A row that has to be computed again is marked by the sign of its sum. */
     const bool own[2] = {!a.listed && mends(0), !a.listed && mends(1)};
     float sum[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) sum[r] = warp_sum<4>(l[r]);
-    named_sync(END, BOTH); /* what was told is heard */
+    named_sync(END, BOTH); /* what was passed has been read */
     tell(own[0] ? -sum[0] : sum[0], own[1] ? -sum[1] : sum[1]);
     named_sync(END, BOTH);
     const float2 got = heard();
@@ -364,9 +368,9 @@ template <class T, class shape> struct latent_many {
   }
 };
 
-/* A consumer of few rows, up to 16 or 32 heads of one token: half of the numbers of a key, then
- * half of those of a value. Of the scores' columns, which are rows of q, LANES neighbouring
- * threads of both consumers have one, each EACH keys. */
+/* A consumer of few rows, up to 16 or 32 heads of one token: half of the numbers of a key,
+ * then half of the numbers of a value. A column of the scores is a row of q; LANES
+ * neighbouring threads of both consumers share a column, with EACH keys each. */
 template <class T, class shape> struct latent_few {
   static constexpr int N = shape::ROWS, BOTH = 2 * WARPGROUP, LANES = BOTH / N;
   static constexpr int EACH = shape::KEYS / LANES, COLUMN = shape::COLUMN;
@@ -392,7 +396,7 @@ template <class T, class shape> struct latent_few {
         column((int)(threadIdx.x - WARPGROUP) / LANES),
         first((int)threadIdx.x % LANES * EACH), rule(a_) {}
 
-  /* Where this thread's numbers of a product lie in a buffer of columns: those of x[i]. */
+  /* The index of this thread's number x[i] of a product in a buffer of columns. */
   __device__ __forceinline__ int place(int i) const {
     return (i / 4 * 8 + pair + i % 2) * COLUMN + warp * 16 + lane / 4 + i / 2 % 2 * 8;
   }
@@ -420,8 +424,8 @@ template <class T, class shape> struct latent_few {
 #pragma unroll
     for (int i = 0; i < N / 2; i++) to[place(i)] = s[i];
   }
-  /* Turns this thread's products into weights in shared memory, and tells by how much the sums
-   * of its row go down. */
+  /* Turns this thread's products into weights in shared memory, and passes on the factor by
+   * which the sums of its row shrink. */
   __device__ __forceinline__ void weigh(int stage, const wgmma_sight &sight) {
     float x[EACH];
     const float *const even = memory.partial(0) + column * COLUMN + first;

@@ -2,10 +2,11 @@
  * four scales, and up to 64 numbers in bf16. All become numbers of q's dtype, rounded once.
  *
  * Each of four or eight warps has its share of every tile, from the look-up of its keys to their
- * last number, so that they never wait for each other. The numbers in 8 bits arrive in the upper
- * half of their room, as eight keys' 64 numbers and the next 64. A step reads 512 bytes and writes their 1024,
- * from the lowest on; what it overwrites was read in this step or before. The numbers behind
- * the values' arrive where they stay.
+ * last number, so that they never wait for each other. The 8-bit numbers arrive in the
+ * upper half of the memory that they will fill: 64 numbers of eight keys, then the next 64.
+ * A step reads 512 bytes and writes the 1024 bytes that they become, from the lowest on;
+ * what it overwrites was read in this step or before. The numbers behind the values are
+ * copied to their final place.
  *
  * Budget    a tile has 32768 numbers in 8 bits, which take about 3.5 issue slots for each lane
  *           and number: 900 of the 2200 cycles that products of 64 rows take. Four warps need
@@ -80,7 +81,7 @@ template <class T, class shape> struct latent_converter {
       copy(to + i / 4 * latent_group(0) + i % 4 * 128, 2 * i + lane / 16,
            piece * 256 + lane % 16 * 16, true);
   }
-  /* The numbers behind the values' become f16 where they lie. */
+  /* Converts the numbers behind the values to f16, in place. */
   __device__ __forceinline__ void convert_rest(int stage) const {
     const uint32_t at = room(stage, LATENT_LAST) + lane * 16;
 #pragma unroll
@@ -102,7 +103,7 @@ template <class T, class shape> struct latent_converter {
                        number / SCALES * KEYS + eight * 8 + lane / 4);
   }
   __device__ __forceinline__ void convert_piece(int stage, int piece) const {
-#pragma unroll 1 /* more code would not fit where instructions are kept */
+#pragma unroll 1 /* more code would not fit in the instruction cache */
     for (int eight = 0; eight < KEYS / 8; eight++) {
       const uint32_t room8 = room(stage, piece) + eight * latent_group(0);
       const uint32_t from = room8 + latent_group(0) / 2 + lane * 16;
@@ -139,7 +140,7 @@ template <class T, class shape> struct latent_converter {
     if (lane == 0) memory.spans[s][warp] = span;
     copy_wait<2>();
     if constexpr (!same<T, __nv_bfloat16>) convert_rest(s);
-    /* Whoever multiplies orders what is written here before its products. */
+    /* The warps that multiply order these writes before their products. */
     barrier_arrive_warp(memory.full(s, LATENT_LAST), lane);
     copy_wait<1>();
     __syncwarp();

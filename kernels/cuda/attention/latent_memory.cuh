@@ -7,16 +7,17 @@
 
 namespace kvl {
 
-/* A tile of keys is 64 rows of up to 576 numbers, the first 512 of which are values, too. ROWS_:
- * of q, 64; with 16 or 32, rows are one token's, and the columns of products. F8_: pages are
- * f8_latent (latent_convert.cuh). The names are those of wgmma_shape, which has the same plan.
- * D: numbers of a partial result. */
+/* A tile of keys is 64 rows of up to 576 numbers, the first 512 of which are values, too.
+ * ROWS_: rows of q, 64; with 16 or 32, the rows belong to one token, and are the columns of
+ * products. F8_: pages are f8_latent (latent_convert.cuh). The names are those of
+ * wgmma_shape, which has the same plan. D: numbers of a partial result. */
 template <int ROWS_, bool F8_ = false> struct latent_shape {
   static constexpr int ROWS = ROWS_, D = 512, KEY_DIMS = 576, KEYS = 64, STAGES = 2;
   static constexpr bool FEW = ROWS < 64, BYTES = false, LATENTS = true, F8 = F8_;
   static constexpr int SHARES = 1, CONSUMERS = 2;
-  /* Warps that bring keys. Of f8_latent all others but the consumers: with few rows they are
-   * two warpgroups, but products of 256 columns need more registers than that leaves. */
+  /* Warps that bring keys. For f8_latent, all warps except the consumers convert. With few
+   * rows they are two warpgroups; with many rows, products of 256 columns need more
+   * registers than that would leave. */
   static constexpr int COPIERS = !F8 ? 2 : FEW ? 8 : 4;
   static constexpr int THREADS = WARPGROUP * (CONSUMERS + (F8 && FEW ? 2 : 1));
   /* Few rows leave an SM registers for a thread block of wgmma_combine, as in wgmma_shape. */
@@ -28,16 +29,17 @@ template <int ROWS_, bool F8_ = false> struct latent_shape {
   static constexpr int TILE_BYTES = PARTS * PART_BYTES;
   static constexpr int Q_PART_BYTES = ROWS * 128, Q_BYTES = PARTS * Q_PART_BYTES;
   static constexpr int WEIGHTS_BYTES = ROWS * KEYS * 2;
-  /* Few rows have partial scores, and later sums, in shared memory: a column for each. */
+  /* With few rows, partial scores, and later sums, are in shared memory, with a column for
+   * each row. */
   static constexpr int COLUMN = KEYS + 4, PARTIAL_BYTES = FEW ? ROWS * COLUMN * 4 : 0;
   /* One KiB is for alignment: dynamic shared memory need not begin at an atom. */
   static constexpr int SHARED_BYTES = Q_BYTES + STAGES * TILE_BYTES + WEIGHTS_BYTES +
                                       CONSUMERS * PARTIAL_BYTES + 1024;
 };
 
-/* A tile comes and goes in three pieces: LAST has the numbers behind the values', and pieces 0
- * and 1 have half of the values' numbers each, for a consumer each. They come in this order. In a
- * piece are the parts of eight keys, then those of the next eight. */
+/* A tile is copied and freed in three pieces, in this order: LAST has the numbers behind
+ * the values; pieces 0 and 1 have half of the values' numbers each, one for each consumer.
+ * A piece has the parts of eight keys, then those of the next eight. */
 constexpr int LATENT_PIECES = 3, LATENT_LAST = 2;
 __host__ __device__ constexpr int latent_piece(int i) { return i == 0 ? LATENT_LAST : i - 1; }
 __host__ __device__ constexpr int latent_part(int piece) { return piece * 4; } /* its first */
@@ -89,7 +91,7 @@ template <class shape> struct latent_memory {
     return barrier(s * LATENT_PIECES + piece);
   }
   __device__ uint32_t empty(int s, int piece) const { return full(STAGES + s, piece); }
-  /* In place of `full`, while keys past the end are to be cleared. */
+  /* Used instead of `full` while keys past the end are to be cleared. */
   __device__ uint32_t side(int s, int piece) const { return full(2 * STAGES + s, piece); }
   __device__ uint32_t q_full() const { return barrier(3 * PIECES); }
   __device__ uint32_t q_empty() const { return barrier(3 * PIECES + 1); }
@@ -100,8 +102,8 @@ template <class shape> struct latent_memory {
     const int copiers = plan.box ? 1 : COPIERS;
     for (int s = 0; s < STAGES; s++)
       for (int piece = 0; piece < LATENT_PIECES; piece++) {
-        /* Lanes arrive with their copies, and in the last piece for what they have written;
-         * of those that convert, a warp's arrive together. */
+        /* Lanes arrive with their copies and, in the last piece, for what they have
+         * written; the lanes of a warp that converts arrive together. */
         const int arrivals = plan.box || piece != latent_piece(LATENT_PIECES - 1) ? 1 : 2;
         barrier_init(full(s, piece), shape::F8 ? COPIERS : arrivals * copiers * WARP);
         barrier_init(empty(s, piece), CONSUMER_WARPS / 2); /* those of one consumer */
@@ -111,7 +113,7 @@ template <class shape> struct latent_memory {
     barrier_init(q_empty(), CONSUMER_WARPS);
     for (int i = 0; i < SLOTS; i++) {
       barrier_init(work_full(i), 1);
-      /* Of those that convert, one finds the work. */
+      /* One of the warps that convert finds the work. */
       const int others = shape::F8 ? COPIERS - 1 : 1 + copiers;
       barrier_init(work_empty(i), (CONSUMER_WARPS + others) * WARP);
     }
@@ -138,7 +140,7 @@ private:
 
 /* ---- producers ------------------------------------------------------------------------- */
 
-/* Copies the rows of Q for a piece of work, or one of `shares` equal shares of them. */
+/* Copies the rows of Q for a piece of work, or one of `shares` equal shares of these rows. */
 template <class T, class shape>
 __device__ __forceinline__ void copy_queries(const kvl_paged_attention_args &a,
                                              latent_memory<shape> &memory,
@@ -172,8 +174,9 @@ __device__ void bring_queries(const kvl_paged_attention_args &a,
   });
 }
 
-/* The keys of a piece of work, by number: those of its table or selection, or listed tokens. They
- * are found in steps that each wait for memory, so a warp takes them tiles ahead. */
+/* The keys of a piece of work, by number: those of its table or selection, or listed
+ * tokens. Finding them takes several steps that each wait for memory, so a warp works
+ * several tiles ahead. */
 struct latent_keys {
   const kvl_paged_attention_args &a;
   const wgmma_plan &plan;
@@ -193,8 +196,8 @@ struct latent_keys {
     slots = a.slots;
     if (slots) slots += (row * a.slot_heads + (a.slot_heads > 1 ? w.kv_head : 0)) * count;
     table = a.tables + w.seq * a.max_blocks;
-    /* What lies before all windows is no key. A list is one token's, so nor is what that does
-     * not see. */
+    /* A token before all windows is not a key here. A list belongs to one token, so a token
+     * that it does not see is not a key either. */
     begin = window_begin(a, w.index0);
     end = a.listed && a.causal ? min(w.index0 + 1, w.length) : w.length;
     seq = w.seq, token = w.token0, length = a.lens[w.seq];
@@ -203,7 +206,7 @@ struct latent_keys {
   __device__ __forceinline__ int entry_of(int key) const {
     return a.listed ? key : plan.by_block.quotient(key);
   }
-  /* What a key's entry says, without waiting for it. */
+  /* Loads a key's entry, without waiting for it. */
   __device__ __forceinline__ int ask(int key) const {
     const int entry = entry_of(key);
     return !entries ? entry : entry < count ? entries[entry] : -1;
@@ -219,8 +222,8 @@ struct latent_keys {
     if (index < begin || index >= end) return -1;
     return index < tree || tree_shows(a, token, length, index) ? index : -1;
   }
-  /* What says where it lies, unchecked, without waiting for it: its block or, of a listed token
-   * with a slot, block * block_size + offset. */
+  /* Loads the number that says where the key lies, unchecked, without waiting for it: its
+   * block or, for a listed token with a slot, block * block_size + offset. */
   __device__ __forceinline__ int said_of(int key, int index) const {
     if (index < 0) return -1;
     return slots ? slots[entry_of(key)] : table[plan.by_block.quotient(index)];
@@ -235,14 +238,15 @@ struct latent_keys {
   }
 };
 
-/* A lane's keys, each `step` after the one before: the present one's index, block and offset in
- * it, and what is known of the next two. */
+/* A lane's keys, `step` apart: the index, block and offset of the present key, and what is
+ * known of the next two. */
 struct latent_look_up {
   latent_keys keys;
   int key, step;
   int index, block, token; /* of this key; index NO_KEYS: there is none */
-  int next, next_said;     /* of the next: its index, and what says where it lies */
-  int said;                /* by the entry of the one after it */
+  int next, next_said;     /* of the next key: its index, and the number that says where it
+                            * lies */
+  int said;                /* the entry of the key after that */
 
   __device__ latent_look_up(const kvl_paged_attention_args &a, const wgmma_plan &plan)
       : keys(a, plan) {}
@@ -270,8 +274,8 @@ struct latent_look_up {
   }
 };
 
-/* The stages that tiles go to, in order: one after the other, but with many rows an even tile of
- * a piece of work goes to the first. Counts phases of both. */
+/* The stages of tiles: one after the other; but with many rows, an even tile of a piece of
+ * work goes to the first stage. Counts phases of both. */
 template <class shape> struct latent_stage {
   int now = 1;
   uint32_t phases = 0; /* bit s: the parity of stage s */
@@ -280,9 +284,9 @@ template <class shape> struct latent_stage {
   __device__ __forceinline__ void done() { phases ^= 1u << now; }
 };
 
-/* One of two warps that bring the rows of keys, 32 of each tile: a lane looks one up, and eight
- * neighbours copy 128 bytes. Rows that do not exist become 0, and so do the numbers behind a
- * row's last. */
+/* One of two warps that bring the rows of keys, 32 of each tile. A lane looks up one row,
+ * and eight neighbouring lanes copy 128 bytes. Rows that do not exist become 0, and so do
+ * the numbers past the end of a row. */
 template <class shape>
 __device__ void bring_latents(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                               latent_memory<shape> &memory, int share) {

@@ -61,12 +61,12 @@ template <class By = divisor> struct listed_keys {
   }
   __device__ int64_t to_value() const { return kvl__to_value(&a.cache, kv_head); }
 
-  /* What entry `key` says, without waiting for it; and the index that this is, -1 if the row
-   * sees no such token. */
+  /* Loads entry `key` without waiting for it; and the index in a loaded entry, -1 if the
+   * row sees no such token. */
   __device__ int entry_of(int key) const { return key < keys ? list[key] : -1; }
   __device__ int token_of(int entry) const { return sight.sees(a, entry) ? entry : -1; }
-  /* What the table says of it, which is its block, or what its slot says, which is where it lies:
-   * block * block_size + offset. Unchecked, without waiting for the value. */
+  /* Loads its block from the table, or its place (block * block_size + offset) from its
+   * slot. Unchecked, without waiting for the value. */
   __device__ int said_of(int key, int index) const {
     return index < 0 ? -1 : slots ? slots[key] : table[block.quotient(index)];
   }
@@ -77,8 +77,9 @@ template <class By = divisor> struct listed_keys {
     *physical = slots && said >= 0 ? in : said;
     if (*physical < 0 || *physical >= a.cache.blocks) *physical = -1;
   }
-  /* Where its row lies, from the first row of the cache on, in units of row_unit bytes. Rows
-   * are numbered, unless there are scales behind those of each strip. There must be a block. */
+  /* The offset of its row from the first row of the cache, in units of row_unit bytes. A
+   * unit is a row, unless there are scales behind the rows of each strip. There must be a
+   * block. */
   template <bool PACKS> __device__ uint32_t row_unit() const {
     return PACKS ? 16 : a.cache.key.bytes_row;
   }
@@ -102,9 +103,9 @@ template <class By = divisor> struct listed_keys {
   }
 };
 
-/* Has the L2 fetch this block's share of its sequence's table, in which it is to look up a few
- * keys: of a step of decode that is known before anything else is. It is called before
- * wait_for_previous. */
+/* Has the L2 fetch this thread block's share of its sequence's table, in which it will look
+ * up a few keys. In a decode step, the sequence is known before anything else. It is called
+ * before wait_for_previous. */
 __device__ __forceinline__ void ask_for_table(const kvl_paged_attention_args &a,
                                               const listed_plan &plan, int64_t token) {
   if (plan.splits == 1 || a.starts || a.slots || threadIdx.x != 0) return;

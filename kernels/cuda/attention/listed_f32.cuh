@@ -1,5 +1,5 @@
-/* Attention over listed tokens for f32 queries, and what listed_mma.cuh does not take: the
- * inner loop of paged_f32.cuh over another source of keys. */
+/* Attention over listed tokens for f32 queries, and for calls that listed_mma.cuh does not
+ * take: the inner loop of paged_f32.cuh over another source of keys. */
 #ifndef KVL_CUDA_LISTED_F32_CUH
 #define KVL_CUDA_LISTED_F32_CUH
 

@@ -7,15 +7,16 @@
  * copies; two tiles (three for 64 dims of 16 bits) are in flight while one is computed.
  * Up to 16 heads are the rows of one mma, and four warps share a tile's keys. More heads take
  * more of these warps (MW of them along the heads), so that a group reads its tokens once
- * whatever its size. Tiles of 8-bit numbers have twice the tokens, and so as many bytes; they
- * become f16 on their way to the tensor cores (paged.cuh). The scales of int8, and what they
- * change, are in listed_packed.cuh.
+ * whatever its size. Tiles of 8-bit numbers have twice as many tokens, and so the same
+ * number of bytes; they become f16 on their way to the tensor cores (paged.cuh).
+ * listed_packed.cuh handles the scales of int8.
  *
- * What a tile takes is a chain that nothing hides: the barrier, copies of another tile, two
- * products and a softmax between them, in few warps. So the keys of later tiles are looked up
- * beside it, by a warp that does nothing else, unless that leaves too few registers. It tells
- * the others where each key's row lies, which they read before they need it. For 16 heads
- * of 128 bf16 a tile takes about 245 instructions in each warp, and 140 in the one apart.
+ * The work on a tile is a chain that nothing hides: the barrier, copies of another tile,
+ * two products and a softmax between them, in few warps. So a separate warp looks up the
+ * keys of later tiles at the same time, unless that leaves too few registers. It passes the
+ * offset of each key's row to the other warps, which read it before they need it. For 16
+ * heads of 128 bf16 a tile takes about 245 instructions in each warp, and 140 in the
+ * separate one.
  *
  * A token that the row may not see is copied as zeros. So the heads of a block, which see the
  * same tokens unless a hook hides some, get no NaN from others.
@@ -40,8 +41,8 @@ template <int D, int MW, class C, tile_size TILES = TILES_HERE> struct listed_sh
   static constexpr int WARPS = 4, KW = WARPS / MW; /* warps along the keys */
   static constexpr int PACKED_KEYS = LONG ? (MW == 1 ? 64 : 32) : 32 * KW;
   static constexpr int KEYS = GROUPS > 0 ? PACKED_KEYS : IN_BYTES && (D <= 128) ? 128 : 64;
-  /* Is there a warp more, which only looks up keys? A quarter of an SM then has three warps of
-   * two blocks, and a thread 168 registers. */
+  /* Is there one more warp, which only looks up keys? Then a quarter of an SM has three
+   * warps of two blocks, and a thread 168 registers. */
   static constexpr bool APART = MW == 1 ? D <= 128 : D <= 64 && !IN_BYTES;
   static constexpr int THREADS = (WARPS + APART) * WARP;
   static constexpr int KEYS_WARP = KEYS / KW, ROWS = 16 * MW;
@@ -50,7 +51,8 @@ template <int D, int MW, class C, tile_size TILES = TILES_HERE> struct listed_sh
   static constexpr int STAGES = !IN_BYTES && D <= 64 ? 4 : TILES == SMALL_TILES ? 2 : 3;
   static constexpr int BLOCKS = !IN_BYTES && D > 128 ? 1 : 2;
   static constexpr int WORDS = KEYS / WARP;
-  /* Tiles that are looked up ahead of one, and room for what is known of tiles. */
+  /* How many tiles are looked up ahead, and for how many tiles there is room to store what
+   * is known. */
   static constexpr int TOLD = !IN_BYTES && D <= 64 ? 5 : 4, SLOTS = LONG ? 5 : 8;
   /* Rows that are copied side by side, and how many rows of a tile a thread has a piece of. */
   static constexpr int SIDE = WARPS * WARP / PIECES, COPIES = KEYS / SIDE;
@@ -63,19 +65,20 @@ template <int D, int MW, class C, tile_size TILES = TILES_HERE> struct listed_sh
 
 /* ---- looking up and copying ------------------------------------------------------------- */
 
-/* What a block knows of the tiles in the ring, and of some after them, by turns. */
+/* What a block knows about the tiles in the ring and some later ones, in a ring of entries. */
 template <class shape> struct listed_tiles : listed_scales<shape> {
   static constexpr int SLOTS = shape::SLOTS;
-  /* Where the row of key i * SIDE + side lies (row_place) is at [side][i]: by the copies. */
+  /* The row_place of key i * SIDE + side is at [side][i], in the order of the copies. */
   alignas(16) uint32_t rows[SLOTS][shape::SIDE][shape::COPIES];
   alignas(16) uint32_t seen[SLOTS][shape::WORDS]; /* bit i: the row sees key i */
   int index[SLOTS][shape::KEYS];
   static __device__ __forceinline__ int slot(int t) { return (unsigned)t % SLOTS; }
 };
 
-/* A warp that looks up tiles. A lane takes some keys of each, in three steps that each wait
- * for the one before: their entries, their blocks, and where their rows lie, which it tells
- * the others. Each step has STRIDE tiles of the block to wait for memory. */
+/* A warp that looks up tiles. A lane takes some keys of each tile, in three steps that each
+ * wait for the previous one: their entries, their blocks, and the offsets of their rows,
+ * which it passes to the others. Each step has STRIDE tiles of the block to wait for
+ * memory. */
 template <class shape> struct listed_look_up {
   static constexpr int N = shape::KEYS / WARP;
   static constexpr bool PACKS = shape::GROUPS > 0;
@@ -84,8 +87,8 @@ template <class shape> struct listed_look_up {
   listed_tiles<shape> &tiles;
   const int end;                       /* the tile after the last */
   const bool indices;                  /* are wanted */
-  int token[TURNS][N], said[TURNS][N]; /* of the next tile of either turn */
-  int entry[TURNS][N];                 /* of the one after it */
+  int token[TURNS][N], said[TURNS][N]; /* of the next tile in each of the two turns */
+  int entry[TURNS][N];                 /* of the tile after the next */
 
   __device__ __forceinline__ listed_look_up(const listed_keys<> &keys_,
                                             listed_tiles<shape> &tiles_, int end_,
@@ -96,7 +99,7 @@ template <class shape> struct listed_look_up {
     return n * WARP + threadIdx.x % WARP;
   }
 
-  /* Asks for the entries of tile `t`, unless it is `end` or after it. */
+  /* Loads the entries of tile `t`, unless `t` is `end` or later. */
   static __device__ __forceinline__ void ask(const int32_t *list, int64_t keys, int end,
                                              int t, int (&entry)[N]) {
 #pragma unroll
@@ -108,7 +111,7 @@ template <class shape> struct listed_look_up {
   __device__ __forceinline__ void ask(int t, int (&entry_)[N]) const {
     ask(keys.list, keys.keys, end, t, entry_);
   }
-  /* Waits for the entries of tile `t`, and asks for their blocks. */
+  /* Waits for the entries of tile `t`, and loads their blocks. */
   __device__ __forceinline__ void look_up(int t, const int (&of)[N], int turn) {
 #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -133,7 +136,7 @@ template <class shape> struct listed_look_up {
       if (threadIdx.x % WARP == 0) tiles.seen[slot][n] = seen;
     }
   }
-  /* Asks for this warp's tiles from `t` on. */
+  /* Begins to look up this warp's tiles from `t` on. */
   __device__ __forceinline__ void begin(int t) {
     int first[TURNS][N];
 #pragma unroll
@@ -143,7 +146,7 @@ template <class shape> struct listed_look_up {
 #pragma unroll
     for (int i = 0; i < TURNS; i++) look_up(t + i, first[i], i);
   }
-  /* Tells of tile `t`, and takes the next steps for tiles after it. */
+  /* Passes on what is known about tile `t`, and takes the next steps for later tiles. */
   __device__ __forceinline__ void next(int t, int turn) {
     tell(t, turn);
     look_up(t + STRIDE, entry[turn], turn);
@@ -161,7 +164,8 @@ template <class shape> struct listed_copies {
   const int side;
   const bool inside;
   uint32_t rows[COPIES], seen[shape::WORDS]; /* of the next tile to copy */
-  /* Are these read while another tile is attended to? Then they take more registers. */
+  /* Is this information read while another tile is attended to? Then it takes more
+   * registers. */
   static constexpr bool EARLY = shape::APART && shape::NUMBERS == 8;
 
   __device__ __forceinline__ listed_copies(const listed_keys<> &keys,
@@ -176,7 +180,7 @@ template <class shape> struct listed_copies {
     opaque(value);
   }
 
-  /* Reads what the others told of a tile before the last barrier. */
+  /* Reads what was passed on about a tile before the last barrier. */
   __device__ __forceinline__ void read(int t) {
     const int slot = tiles.slot(t);
     const pack<uint32_t, COPIES> x = load_pack<COPIES>(tiles.rows[slot][side]);
@@ -186,8 +190,8 @@ template <class shape> struct listed_copies {
 #pragma unroll
     for (int h = 0; h < shape::WORDS; h++) seen[h] = y.at[h];
   }
-  /* Rows of packed numbers begin at any multiple of 16 bytes: of the 128 or 256 bytes that
-   * the L2 would fetch, half are others'. */
+  /* Rows of packed numbers begin at any multiple of 16 bytes, so half of the 128 or 256
+   * bytes that the L2 would fetch belong to other rows. */
   static __device__ __forceinline__ void copy(uint32_t to, const char *from, bool valid) {
     if constexpr (PACKS) copy_async_alone(to, from, valid);
     else copy_async(to, from, valid);
@@ -296,7 +300,7 @@ template <class T, class C, int D, int MW> struct listed_warp {
     }
   }
 
-  /* Turns products into scores: what changes them by the index of their key. */
+  /* Turns products into scores: applies what depends on the index of the key. */
   template <class H>
   __device__ void bias(float (&s)[KEYS_WARP / 8][4], const int *index, const H &hook) {
     const kvl_paged_attention_args &a = keys.a;
@@ -334,8 +338,9 @@ template <class T, class C, int D, int MW> struct listed_warp {
           s[n][c] = s[n][c + 2] = -INFINITY;
   }
 
-  /* Takes scores into the softmax; they become weights. They count from a row's largest score,
-   * or from one that is up to SLACK less: that spares most tiles the way to a new one. */
+  /* Takes scores into the softmax; they become weights. The weights are relative to a row's
+   * largest score, or to one that is up to SLACK less, so that most tiles need no
+   * rescaling. */
   __device__ void weigh(float (&s)[KEYS_WARP / 8][4]) {
     float top0 = m0, top1 = m1;
 #pragma unroll
@@ -432,8 +437,8 @@ struct listed_share {
   }
 };
 
-/* What the warps that compute do with the tiles of their block. Before the first barrier they
- * were told of the first shape::TOLD. */
+/* What the computing warps do with the tiles of their block. Information about the first
+ * shape::TOLD tiles was passed on before the first barrier. */
 template <class W, class L, class H>
 __device__ __forceinline__ void attend_tiles(W &rows, L &ahead, const listed_share &share,
                                              uint32_t ring, const H &hook) {
@@ -475,7 +480,7 @@ __device__ __forceinline__ void attend_tiles(W &rows, L &ahead, const listed_sha
   }
 }
 
-/* What the warp does that only looks up keys. It has the barriers of attend_tiles. */
+/* The work of the warp that only looks up keys. It has the same barriers as attend_tiles. */
 template <int TOLD, class L>
 __device__ __forceinline__ void look_ahead(L &ahead, const listed_share &share) {
   auto next = [&](int t, int turn) {

@@ -1,23 +1,23 @@
-/* What lists over a codec that packs numbers (int8) take beside what listed_mma.cuh does for
- * all: scales.
+/* What attention over lists needs for a codec that packs numbers (int8), in addition to
+ * listed_mma.cuh: the scales.
  *
- * The scales of a token lie apart from its row, 2 to 8 bytes for K and as many for V. Whoever
- * looks up a tile asks for them at once, four tiles ahead, with copies of 32-bit words: those
- * of 2 and of 6 bytes may begin in the middle of a word. A token that the row may not see has
- * scales of 0.
+ * The scales of a token lie apart from its row, 2 to 8 bytes for K and as many for V. The
+ * warp that looks up a tile loads them at once, four tiles ahead, with copies of 32-bit
+ * words; scales of 2 and of 6 bytes may begin in the middle of a word. A token that the row
+ * may not see has scales of 0.
  *
  * Each group of 64 dims has products of its own with a key, which the key's scale multiplies.
- * A value's scale multiplies its key's weight before the second product. What that gives may
- * be of any size, and counts in units in which it is an f16: each row has a unit for each
- * group, which changes only when something does not fit, or when weights come down. So a part
- * of a sum loses bits only where it is less than 2^-24 of the largest one of its row and
- * group, and is lost where it is less than 2^-35.
+ * A value's scale multiplies its key's weight before the second product. The result may be
+ * of any size, so it is stored as an f16 in a unit: each row has a unit for each group,
+ * which changes only when a number does not fit, or when weights are scaled down. So a term
+ * of a sum loses bits only if it is less than 2^-24 of the largest term of its row and
+ * group, and is lost if it is less than 2^-35.
  *
  * For up to 16 heads of 128 dims a tile of 128 tokens takes about 875 instructions in each
- * warp, 320 of which make f16 of bytes, and 230 in the one apart (nvcc 13.0, sm_90a). An H200
- * at 4.6 TB/s and 1.755 GHz brings an SM a tile's numbers and scales every 1700 cycles, or
- * every 2060 where each token's scales take 32 bytes of memory. A scheduler has one warp of a
- * tile, so that half of its issue slots are empty. */
+ * warp, 320 of which convert bytes to f16, and 230 in the separate warp (nvcc 13.0,
+ * sm_90a). An H200 at 4.6 TB/s and 1.755 GHz brings an SM a tile's numbers and scales every
+ * 1700 cycles, or every 2060 where each token's scales take 32 bytes of memory. A scheduler
+ * has one warp of a tile, so that half of its issue slots are empty. */
 #ifndef KVL_CUDA_LISTED_PACKED_CUH
 #define KVL_CUDA_LISTED_PACKED_CUH
 
@@ -26,16 +26,18 @@
 
 namespace kvl {
 
-/* The scales of the tiles that are known, by turns. There are none where nothing is packed. */
+/* The scales of the tiles that were looked up, in a ring. There are none if numbers are not
+ * packed. */
 template <class shape, bool PACKS = (shape::GROUPS > 0)> struct listed_scales {};
 template <class shape> struct listed_scales<shape, true> {
   static constexpr int GROUPS_WORD = 2, WORDS = (shape::GROUPS + 1) / GROUPS_WORD;
   static constexpr bool BETWEEN = shape::GROUPS != 2; /* may rows begin between words? */
-  /* Of keys, and of values. halves, bit i: those of key i begin in the middle of a word. */
+  /* Scales of keys, and of values. halves, bit i: the scales of key i begin in the middle
+   * of a word. */
   alignas(16) uint32_t scales[shape::SLOTS][2][shape::KEYS][WORDS];
   uint32_t halves[shape::SLOTS][shape::WORDS];
 
-  /* Asks for those of a key. A warp does this for 32 neighbours at once. */
+  /* Loads the scales of a key. A warp does this for 32 neighbouring keys at once. */
   __device__ __forceinline__ void copy_scales(const listed_keys<> &keys, int slot, int key,
                                               int physical, int token) {
     const kvl_strips &of = keys.a.cache.key;
@@ -55,8 +57,8 @@ template <class shape> struct listed_scales<shape, true> {
   }
 };
 
-/* A lane's scales of one group for 8 N neighbouring keys, or their values: those of keys
- * 2 (lane % 4) and + 1 of each eight. */
+/* A lane's scales of one group for 8 N neighbouring keys, or their values: for keys 2 (lane
+ * % 4) and 2 (lane % 4) + 1 of each eight. */
 template <int N, class Tiles>
 __device__ __forceinline__ void load_scales(float (&x)[N][2], const Tiles &tiles, int slot,
                                             bool is_value, int key, int group) {
@@ -81,8 +83,8 @@ __device__ __forceinline__ void load_scales(float (&x)[N][2], const Tiles &tiles
 }
 
 /* s = q K, scaled, for a warp's 8 N keys, from number `key` of a tile on. get_q(k, x) gives
- * dims 16 k and on of q. The rows' scales come in first: a key's scale alone could lead out of
- * f32. */
+ * dims 16 k and on of q. The rows' scales are multiplied in first, because with a key's
+ * scale alone a product could overflow f32. */
 template <class C, int PIECES, int GROUPS, class Tiles, int N, class Q>
 __device__ __forceinline__ void packed_scores(float (&s)[N][4], const Q &get_q, float scale0,
                                               float scale1, uint32_t k_at, const Tiles &tiles,
@@ -109,8 +111,8 @@ __device__ __forceinline__ void packed_scores(float (&s)[N][4], const Q &get_q, 
   }
 }
 
-/* In which units a lane's two rows count their sums of values: up[r], byte g, is the exponent
- * of one in the units of row r and group g. Units are powers of two, and so m is an integer. */
+/* The units of the sums of values of a lane's two rows: byte g of up[r] is the exponent of
+ * 1 in the unit of row r and group g. Units are powers of two, so m is an integer. */
 template <int GROUPS> struct packed_units {
   static constexpr int EIGHTS = PACKED_GROUP / 8, MOST = 127 + 122; /* 2^122 */
   using row_sums = float[GROUPS * EIGHTS][4];
@@ -123,7 +125,7 @@ template <int GROUPS> struct packed_units {
     const uint32_t x = g < 3 ? up[row] << (23 - 8 * g) : up[row] >> 1;
     return __uint_as_float(x & 0x7F800000u);
   }
-  /* Changes a unit, and the sums with it, whose weights come down by 2^down, too. */
+  /* Changes a unit and rescales the sums; the weights are also scaled down by 2^down. */
   __device__ __forceinline__ void change(row_sums &out, int g, int row, float to,
                                          float down) {
     const float by = exp2_fast(to - (float)exponent(g, row) - down);
@@ -133,14 +135,14 @@ template <int GROUPS> struct packed_units {
 #pragma unroll
       for (int c = 0; c < 2; c++) out[n][2 * row + c] *= by;
   }
-  /* All weights of a row come down by 2^down, and so do its largest products. */
+  /* Scales all weights of a row down by 2^down, and with them its largest products. */
   __device__ __forceinline__ void lower(row_sums &out, int row, float down) {
 #pragma unroll
     for (int g = 0; g < GROUPS; g++)
       change(out, g, row, fminf((float)exponent(g, row) + down, (float)MOST), down);
   }
-  /* Makes room for products up to `top` of a row, of which a lane knows its own: the largest
-   * gets less than 2^11, where f16 ends at 2^16. */
+  /* Makes room for products of up to `top` in a row (each lane knows its own): the largest
+   * becomes less than 2^11, and f16 ends at 2^16. */
   __device__ __forceinline__ void make_room(row_sums &out, int g, int row, float top) {
     const int to = 137 + 127 - (int)(__float_as_uint(warp_max<4>(top)) >> 23);
     change(out, g, row, (float)min(to, exponent(g, row)), 0.f);
@@ -155,9 +157,9 @@ template <int GROUPS> struct packed_units {
   }
 };
 
-/* Makes left operands of products of weights and scales, which are not negative, times powers
- * of two. These come last: scales times them may be infinite. Returns whether a result of this
- * lane is infinite. */
+/* Makes left operands from products of weights and scales (not negative), times powers of
+ * two. The powers are multiplied in last, because scales times powers may be infinite.
+ * Returns whether a result of this lane is infinite. */
 template <int N, int K>
 __device__ __forceinline__ bool pack_products(left_operand (&p)[K], const float (&s)[N][4],
                                               const float (&by)[N][2], float one0,

@@ -1,8 +1,8 @@
 /* The two products of a tile of listed tokens, for one warp: mma.sync over rows of K and V in
  * shared memory.
  *
- * Every fragment is loaded from shared memory while the products of the one before it run:
- * a block has few warps, and none of them could hide that. */
+ * Every fragment is loaded from shared memory while the products of the previous one run,
+ * because a block has too few warps to hide these loads. */
 #ifndef KVL_CUDA_LISTED_PRODUCTS_CUH
 #define KVL_CUDA_LISTED_PRODUCTS_CUH
 
@@ -10,8 +10,8 @@
 
 namespace kvl {
 
-/* Where a lane reads pieces 2 n and on of the rows whose first pieces it reads at `first`. All
- * rows of a tile begin at multiples of 128 bytes. */
+/* The address from which a lane reads pieces 2 n and on, for the rows whose first pieces it
+ * reads at `first`. All rows of a tile begin at multiples of 128 bytes. */
 __device__ __forceinline__ uint32_t pair_at(uint32_t first, int n) {
   return (first ^ n % 4 * 32) + n / 4 * 128;
 }
@@ -19,8 +19,8 @@ __device__ __forceinline__ uint32_t pair_at(uint32_t first, int n) {
 using left_operand = pack<uint32_t, 4>; /* of an mma */
 
 /* s = q K for a warp's 8 N keys, which are rows `row` and on of a tile, over the dims of q:
- * PAIRS pairs of pieces of K, from number `from` on. Few keys have two sums each, so that
- * products wait less for one another. */
+ * PAIRS pairs of pieces of K, from number `from` on. If there are few keys, each has two
+ * sums, so that products wait less for one another. */
 template <class C, class M, int PIECES, int PAIRS, int N, int K>
 __device__ __forceinline__ void tile_scores(float (&s)[N][4], const uint32_t (&q)[K][4],
                                             int from, uint32_t k_at, int row) {

@@ -73,7 +73,7 @@ struct paged_keys {
   /* Adding this to a K row's offset gives its V row. */
   __device__ int64_t to_value() const { return kvl__to_value(&a.cache, kv_head); }
 
-  /* Finds a key's block, without waiting for the value that the table has. entry is
+  /* Finds a key's block, without waiting for the value in the table. entry is
    * key / block_size. EARLY: see read_early; there must be no selection and no slots then. */
   template <bool EARLY = false> __device__ paged_block look_up(int key, int entry) const {
     const paged_block none = {-1, -1, 0};
@@ -148,7 +148,8 @@ __device__ __forceinline__ bool tree_shows(const kvl_paged_attention_args &a, in
   return a.tree[token * a.tree_words + back / 64] >> (back % 64) & 1;
 }
 
-/* Which keys of its sequence a row of q sees: indices low ... limit, but for a draft tree. */
+/* Which keys of its sequence a row of q sees: indices low ... limit, except those that a
+ * draft tree hides. */
 struct query_sight {
   int64_t token, seq; /* seq -1: no sequence has the row */
   int length, at, low, limit;
@@ -180,9 +181,9 @@ struct query_sight {
 
 /* ---- query tiles ----------------------------------------------------------------------- */
 
-/* The tile of query tokens that block `number` of the grid takes. The tiles of sequence s have
- * numbers from starts[s] / tokens_tile + s on: that leaves room for its ragged end and needs
- * no scan. seq is the sequence, or -1 when there is nothing to do. */
+/* The tile of query tokens that block `number` of the grid takes. The tiles of sequence s
+ * have numbers from starts[s] / tokens_tile + s on, which leaves room for its partial last
+ * tile and needs no scan. seq is the sequence, or -1 when there is nothing to do. */
 struct query_tile {
   int64_t seq, token0;
   int tokens, index0; /* of token0; negative when q has more rows than there are keys */
@@ -242,8 +243,8 @@ __device__ __forceinline__ void weigh_rows(float (&s)[N][4], float shift0, float
     }
 }
 
-/* Brings two rows' maxima up to those of new scores, of which a lane knows its own, and their
- * sums with them. */
+/* Raises two rows' maxima to those of new scores (each lane knows its own), and rescales
+ * their sums. */
 template <int N>
 __device__ __forceinline__ void raise_maxima(float top0, float top1, float &m0, float &m1,
                                              float &l0, float &l1, float (&out)[N][4]) {

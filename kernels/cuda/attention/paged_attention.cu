@@ -79,9 +79,9 @@ int decode_rows(const kvl_paged_attention_args &a) {
 struct decode_kind {
   int tile_keys, warps, blocks, most_team, bytes_shared; /* blocks: per SM at once */
 };
-/* The bytes of shared memory that a thread block has beside its tiles, at most. */
+/* The most bytes of shared memory that a thread block has beside its tiles. */
 constexpr int BESIDE = PLAN_LENGTHS * 4 + 2560;
-/* Of small tiles, an SM that has room for it takes two thread blocks. */
+/* With small tiles, an SM takes two thread blocks if it has room for them. */
 template <class S, tile_size TILES> decode_kind kind_of(int device) {
   int blocks = S::BLOCKS, sm_bytes = 0;
   if (TILES == SMALL_TILES) {
@@ -122,7 +122,8 @@ decode_kind decode_kind_of(const kvl_paged_attention_args &a, int device) {
 int64_t count_parts(const kvl_paged_attention_args &a, const split_place &p) {
   return (p.shares + (a.seqs < p.shares ? a.seqs : p.shares)) * (int64_t)p.units.by * p.rows;
 }
-/* Does a decode note rows to mend? A hook may hide a key from one head and show it to another. */
+/* Does a decode note rows to be computed again? A hook may hide a key from one head and
+ * show it to another. */
 bool decode_notes(const hooked &h) {
   return h.hook && !h.only_keeps && h.base.dtype != KVL_DTYPE_F32;
 }
@@ -133,8 +134,8 @@ size_t place_bytes(const hooked &h, const split_place &p) {
   return notes + count_parts(a, p) * (a.cache.key.dim + 1) * sizeof(float);
 }
 
-/* How a decode is cut: into as many shares as a unit has teams on the device at once, unless
- * some of them would have nothing to do. */
+/* How many shares a decode is cut into: as many as a unit has teams on the device at once,
+ * unless some of the shares would be empty. */
 split_place decode_place(const hooked &h, int device, int sm_count) {
   const kvl_paged_attention_args &a = h.base;
   const int group = (int)(a.heads / a.cache.kv_heads), rows = decode_rows(a);

@@ -10,9 +10,9 @@
  * of the tiles that it just used.
  *
  * Much of a short decode is start and end, where a warp only runs one instruction after the
- * other. So the host does every division that it can, the loop over tiles has the code of
- * the look-up, the fetch and the end of a sequence once, and the start is before that loop,
- * with a look-up and a fetch of its own: it happens while the kernels ahead still run.
+ * other. So the host does every division that it can, and the loop over tiles contains the
+ * code for the look-up, the fetch and the end of a sequence only once. The start is before
+ * that loop, with its own look-up and fetch, and runs while earlier kernels still run.
  *
  * A warp has two halves: decode_copies.cuh looks up keys and copies K and V, decode_rows.cuh
  * computes, or decode_packed.cuh over packed numbers. This file has its start, its loop over
@@ -31,10 +31,10 @@
 
 namespace kvl {
 
-/* While a warp computes a tile it keeps one more in flight. It keeps two if its share has
- * more tiles per warp than this, which gains 0.5% there. Elsewhere two lose 3%: one tile
- * makes 64 KiB per SM; with 128 KiB the first tile is computed 3 us later, and some SMs run
- * ahead of the others. */
+/* While a warp computes a tile it keeps one more in flight. If its share has more tiles per
+ * warp than this, it keeps two in flight, which then gains 0.5%. Otherwise two lose 3%: one
+ * tile makes 64 KiB per SM; with 128 KiB the first tile is computed 3 us later, and some
+ * SMs run ahead of the others. */
 constexpr uint32_t LONG_SHARE = 96;
 
 /* What the warps of a thread block have in shared memory beside their rings. */
@@ -44,7 +44,7 @@ template <class S> struct decode_memory {
   int sums_at[S::WARPS];            /* and the stages with their sums */
 };
 
-/* Which task a warp's team has, and the warp's place in the team. */
+/* Which task a warp's team has, and the warp's number in the team. */
 template <class S> struct decode_task {
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   int team, member, unit, kv_head;
@@ -95,10 +95,10 @@ template <class T, int D, class C, class H, int R> struct decode_warp {
 
   /* Finds the warp's share and begins to copy its first tile. Returns whether it has one.
    *
-   * While the kernels ahead still run, the share is found by lengths that may change. If only
-   * a table lies between them and the keys, the first tile is looked up, too, and the L2 asked
-   * for it. The guess is checked when its copies are under way: by each warp, or, where the
-   * thread block shares the lengths, by all of its warps together. */
+   * While the kernels ahead still run, the share is found by lengths that may change. If
+   * only a table is needed to find the keys, the first tile is looked up, too, and the L2
+   * is asked to fetch it. This guess is checked while its copies are under way: by each
+   * warp or, if the thread block shares the lengths, by all of its warps together. */
   __device__ __forceinline__ bool start() {
     const bool is_few = place.is_few(),
                early_look_up = place.by_lane() && !a.selection && !a.slots;

@@ -78,7 +78,7 @@ template <class T, int D, class Keys> struct f32_tiles {
         indices(indices_), cache((const char *)keys_.a.cache.memory),
         to_value(keys_.to_value()), scales() {}
 
-  /* Where the scales of a stage's keys are, of packed numbers: behind all warps' indices. */
+  /* The scales of a stage's keys, if numbers are packed: behind the indices of all warps. */
   __device__ uint4 *scales_of(int stage, int key) const {
     extern __shared__ __align__(128) char shared[];
     const int own = (int)(indices - (int *)(shared + shape::RING_BYTES));
@@ -148,8 +148,8 @@ template <class T, int D, class Keys> struct f32_tiles {
   }
 };
 
-/* The partial softmax of ROWS rows. A lane has 8 dims of each row. Until join(), lanes that
- * have the same dims in different sides hold the sums over different keys. */
+/* The partial softmax of ROWS rows. A lane has 8 dims of each row. Until join(), lanes with
+ * the same dims in different sides hold sums over different keys. */
 template <class T, int D, int ROWS> struct f32_state {
   using shape = f32_shape<T, D>;
   static constexpr int LANES = shape::LANES, SIDE = shape::SIDE;
@@ -179,8 +179,8 @@ template <class T, int D, int ROWS> struct f32_state {
       }
     }
   }
-  /* Turns row r's products with four keys into their weights. score_of makes a score of the
-   * product that this lane looks after. */
+  /* Turns row r's products with four keys into weights. score_of turns the product that
+   * this lane handles into a score. */
   template <class F> __device__ __forceinline__ void weigh(int r, float (&p)[4], F score_of) {
     const float score = score_of(sum_of_four<LANES>(p, threadIdx.x % WARP));
     float top = fmaxf(score, __shfl_xor_sync(ALL_LANES, score, LANES / 2));

@@ -1,13 +1,15 @@
-/* What the tensor cores cannot do: leave V of a key out of one row of a tile and keep it in
- * another. A row gives the keys that it does not see the weight 0, but 0 * NaN and 0 * inf
- * are NaN. So a prefill, and a decode with a hook, note the rows whose sums are not finite,
- * and these are computed again, key by key, without the keys that a row does not see: by
- * wgmma_combine where it runs anyway and there is no hook, else by the kernel below.
+/* Computes rows again where the tensor cores cannot leave V of a key out of one row of a
+ * tile while another row needs it. A row gives keys that it does not see the weight 0, but
+ * 0 * NaN and 0 * inf are NaN. So a prefill, and a decode with a hook, note the rows whose
+ * sums are not finite, and these are computed again, key by key, without the keys that a
+ * row does not see: by wgmma_combine where it runs anyway and there is no hook, else by the
+ * kernel below.
  *
- * Where all sums are finite, it reads the notes and ends. Elsewhere a warp takes a row, and 32
- * keys at a time. If V of the keys that can share a tile with the row is finite, then what the
- * row sees is not, and the row stays as it is. With a hook, which may hide any key, and beside
- * an earlier attention, where a noted row was not written, it is computed without a look.
+ * If all sums are finite, the kernel reads the notes and ends. Otherwise a warp takes a
+ * row, and 32 keys at a time. If V is finite for the unseen keys that can share a tile with
+ * the row, then the keys that the row sees are the cause, and the row stays as it is. Two
+ * kinds of rows are computed without this check: with a hook, which may hide any key, and
+ * beside an earlier attention, where a noted row was not written.
  *
  * Bytes     notes: tokens * heads
  * Tolerance 1e-5 relative, as paged_f32.cuh: P is not rounded */
@@ -164,8 +166,8 @@ __device__ __forceinline__ void mend_rows(const kvl_paged_attention_args &a,
   wait_for_previous();
   const int lane = threadIdx.x % WARP, warps = gridDim.x * MEND_WARPS;
   const int64_t rows = a.tokens * a.heads;
-  /* A lane takes 16 notes, and neighbours go to different warps: they often have to be mended
-   * together. */
+  /* A lane takes 16 notes. Neighbouring notes go to different warps, because neighbouring
+   * rows often have to be computed again together. */
   for (int64_t base = blockIdx.x * MEND_WARPS + threadIdx.x / WARP; base * MEND_NOTES < rows;
        base += (int64_t)warps * WARP) {
     const int64_t first = (base + (int64_t)lane * warps) * MEND_NOTES;

@@ -49,9 +49,9 @@ __device__ __forceinline__ void store_out(const kvl_paged_attention_args &a, int
   else store_floats((__nv_bfloat16 *)a.out + at, x);
 }
 
-/* How a row ends: out = values * scale + prev_out * keep, where values is the row's own sum
- * of values and prev_out the earlier attention (keep 0: there is none, prev_out is not read).
- * lse is that of both together. */
+/* The final result of a row: out = values * scale + prev_out * keep, where values is the
+ * row's own sum of values and prev_out the earlier attention (keep 0: there is none, and
+ * prev_out is not read). lse is the log-sum-exp of both together. */
 struct row_end {
   float scale, keep, lse;
 };
@@ -68,8 +68,8 @@ __device__ __forceinline__ row_end end_row(const kvl_paged_attention_args &a, in
   return {end.scale * (weight / both), weight_prev / both, (top + log2f(both)) * LN2};
 }
 
-/* Applies a row's end to N neighbours of out from element `at` on. A thread reads its own
- * part of prev_out before it writes that part, so out may be prev_out. */
+/* Computes the final result of N neighbours of out from element `at` on. A thread reads its
+ * own part of prev_out before it writes that part, so out may be prev_out. */
 template <int N>
 __device__ __forceinline__ void finish(const kvl_paged_attention_args &a, const row_end &end,
                                        int64_t at, float (&x)[N]) {
@@ -82,13 +82,13 @@ __device__ __forceinline__ void finish(const kvl_paged_attention_args &a, const 
   for (int e = 0; e < N; e++) x[e] += prev[e] * end.keep;
 }
 
-/* What a kernel says of its rows for paged_mend.cuh: a note for each of [tokens, heads], 1 if
- * the row has to be computed again. They are the first bytes of the workspace. */
+/* A kernel's notes for paged_mend.cuh: one for each row of [tokens, heads], 1 if the row
+ * has to be computed again. The notes are the first bytes of the workspace. */
 __host__ __device__ inline size_t note_bytes(const kvl_paged_attention_args &a) {
   return (size_t)(a.tokens * a.heads + 15) / 16 * 16;
 }
-/* Does a lane write its part of a row? Beside an earlier attention, in whose place the result
- * may go, a row that is computed again is not written before. */
+/* Does a lane write its part of a row? With an earlier attention, whose memory the result
+ * may replace, a row that will be computed again is not written first. */
 __device__ __forceinline__ bool writes_row(const kvl_paged_attention_args &a, bool mends) {
   return !mends || !a.prev_lse;
 }

@@ -131,7 +131,7 @@ struct prefill_row {
   }
 };
 
-/* What the rows of a warp have in common: none of them sees keys past `most`, and all of them
+/* What holds for all rows of a warp: none of them sees keys past `most`, and all of them
  * see keys from `low` to `least` (rows that do not exist may see anything). No tree hides a
  * key up to `all`. */
 struct prefill_sight {
@@ -144,7 +144,7 @@ struct prefill_sight {
         low(warp_max(max(row0.has ? row0.low : 0, row1.has ? row1.low : 0))) {}
 };
 
-/* Takes the k-th of K fragments in registers or, for K = 1, of those in shared memory. */
+/* Takes the k-th of K fragments in registers or, for K = 1, the k-th in shared memory. */
 template <int K>
 __device__ __forceinline__ void take_fragment(uint32_t (&x)[4], const uint32_t (&q)[K][4],
                                               const uint4 *q_warp, int k) {

@@ -3,11 +3,11 @@
  * Every sequence is cut into tiles of keys. The tiles of all sequences, one sequence after
  * the other, are cut into equal shares. A unit is a group of query rows that share a KV head,
  * as many as the kernel takes at once; a sequence has `units` of them. A task is one share
- * for one unit. A team of warps does it, and its warps take the tiles in turn. Neighbouring
- * teams do the units of the same share: they read the heads of the same blocks at the same
- * time, and these heads are neighbours in memory. Every thread block computes the shares from
- * the lengths alone. So ragged batches are balanced, the host need not know the lengths, and
- * a recorded launch serves later steps.
+ * for one unit. A team of warps does a task, and the team's warps take the tiles in turn.
+ * Neighbouring teams do the units of the same share: they read the heads of the same blocks
+ * at the same time, and these heads are neighbours in memory. Every thread block computes
+ * the shares from the lengths alone. So ragged batches are balanced, the host need not know
+ * the lengths, and a recorded launch serves later steps.
  *
  * When a sequence lies within one share, the team writes its rows. Otherwise the teams leave
  * partial softmaxes in the workspace. For the sequence that began before the share, a team
@@ -59,8 +59,9 @@ __device__ __forceinline__ query_rows unit_rows(const split_place &place, int64_
           min(place.rows, place.group - first)};
 }
 
-/* Of up to PLAN_LENGTHS sequences, a thread block keeps the lengths, and each lane of a warp
- * has a chunk. More sequences are at most PLAN_CHUNKS chunks of whole warps. */
+/* For up to PLAN_LENGTHS sequences, a thread block stores the lengths, and each lane of a
+ * warp has a chunk. More sequences are divided into at most PLAN_CHUNKS chunks of whole
+ * warps. */
 constexpr int PLAN_LENGTHS = 1024, PLAN_CHUNKS = 256;
 
 /* Where every share lies. Tile numbers are 32-bit: 2^32 tiles would take a minute. A cold
@@ -78,8 +79,8 @@ struct split_plan {
   __device__ int first_tile(int length) const {
     return a.selection ? 0 : window_begin(a, length - 1) >> place.tile_shift;
   }
-  /* How many tiles follow; at least one, so that every row is written. A selection counts as
-   * full. */
+  /* How many tiles follow; at least one, so that every row is written. A selection counts
+   * as if it were full. */
   __device__ int tiles(int length) const {
     int keys = min(max(length, 0), place.most_keys);
     if (a.selection && keys > 0)
@@ -89,9 +90,10 @@ struct split_plan {
     return max(end - first_tile(length), 1);
   }
 
-  /* The length of a sequence; all lanes of a warp call it. (In shared memory, ptxas 13.0
-   * read that of the sequence after in one kernel. So few lengths are in registers, and where
-   * there are more, a shuffle hides from it how `seq` was counted.) */
+  /* The length of a sequence; all lanes of a warp call it. (With lengths in shared memory,
+   * code by ptxas 13.0 read the next sequence's length in one kernel. So up to 32 lengths
+   * are in registers; if there are more, a shuffle hides from ptxas how `seq` was
+   * computed.) */
   __device__ __forceinline__ int length_of(int seq) const {
     return place.is_few() ? __shfl_sync(ALL_LANES, early, seq)
                           : many(__shfl_sync(ALL_LANES, seq, 0));
@@ -115,7 +117,8 @@ struct split_plan {
                         int *shared)
       : a(args), place(place_), kept(shared) {}
   /* All threads of the block call this. For up to 32 sequences it has no barrier. For up to
-   * PLAN_LENGTHS the lengths may change: the plan is that of the lengths that were read. */
+   * PLAN_LENGTHS sequences the lengths may change: the plan belongs to the lengths that
+   * were read. */
   __device__ void make() {
     const int lane = threadIdx.x % WARP, seqs = (int)a.seqs;
     uint32_t total = 0;
@@ -158,8 +161,9 @@ struct split_plan {
     return old;
   }
 
-  /* Where a share begins: shares differ by a tile at most, and if their number is a multiple
-   * of that of equal sequences, each sequence begins with a share. */
+  /* The first tile of a share. Shares differ by at most one tile; if their number is a
+   * multiple of the number of sequences, and these are equally long, each sequence begins
+   * with a share. */
   __device__ uint32_t begin(uint32_t share) const {
     return share * per + share * more / shares;
   }

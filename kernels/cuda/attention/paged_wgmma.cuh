@@ -1,7 +1,8 @@
 /* Flash attention over paged KV for Hopper: 16-bit q, a cache of q's dtype, f8e4m3 or int8,
  * head_dims up to 256, blocks of any size; several new tokens a sequence, or one of more than 16
- * query heads on a KV head. paged_decode.cuh and paged_prefill.cuh do everything else. There are
- * kernels of D = 64, 96, 128, 192 and 256 numbers; rows of fewer are filled up with zeros.
+ * query heads on a KV head. paged_decode.cuh and paged_prefill.cuh do everything else.
+ * There are kernels for D = 64, 96, 128, 192 and 256 numbers; shorter rows are padded with
+ * zeros.
  *
  * A thread block stays on its SM and takes item after item: query rows that share a KV head
  * (tokens with all heads of the group); wgmma_plan.cuh tells which. Its warpgroups are
@@ -18,16 +19,17 @@
  * Keys are taken from the last to the first, so the tiles with a causal mask come first and
  * the loop over the others has no mask.
  *
- * S of tile j and P V of tile j-1 are given to the tensor cores together, also when j belongs
- * to the next item; the softmax of j runs beside P V and the other consumer's products. It
- * does not need the largest score: weights are relative to a reference. An item's first tile
- * sets it, and it is raised only when a sum of weights gets large.
+ * S of tile j and P V of tile j-1 are given to the tensor cores together, also when j
+ * belongs to the next item; the softmax of j runs beside P V and the other consumer's
+ * products. The softmax does not need the largest score: weights are relative to a
+ * reference. An item's first tile sets the reference, which is raised only when a sum of
+ * weights gets large.
  *
  * Over f8e4m3, T stands for both dtypes of q: a.dtype says which one it is.
  *
- * With a bias (ALiBi, a soft cap, a draft tree, a hook) scores become final, in base 2, before
- * they are weighed. For a run of keys that all rows see, which is nearly every tile, bias and
- * weights are computed at once.
+ * With a bias (ALiBi, a soft cap, a draft tree, a hook), final scores in base 2 are
+ * computed before they become weights. For a run of keys that all rows see, which is nearly
+ * every tile, bias and weights are computed at once.
  *
  * Flops     4 * head_dim * heads * seen pairs of row and key
  * Bytes     2 * keys * head_dim * element per item, from L2
@@ -77,7 +79,7 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
   const score_rule rule;
   wgmma_state<M, shape> x;
   wgmma_work w;
-  /* The next piece of work; the present tile, and piece with queries. */
+  /* The next piece of work; the present tile, and the present piece with queries. */
   uint32_t n = 0, step = BIASED ? ~0u : 0, q_step = step;
   int left;      /* tiles of this piece without scores */
   int low, high; /* every row of the warp sees all of a tile within them */
@@ -93,11 +95,11 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
         warp(threadIdx.x / WARP % 4), lane(threadIdx.x % WARP), pair(lane % 4 * 2),
         r0(consumer * 64 + warp * 16 + lane / 4), r1(r0 + 8), rule(a_) {}
 
-  /* What a product of f8e4m3 is multiplied with, but for what `rule` knows. */
+  /* The factor of a product of f8e4m3, except for the factor in `rule`. */
   __device__ __forceinline__ float &key_size() const {
     return memory.scales[consumer * 4 + warp];
   }
-  /* What x.s is multiplied with; with a bias, 1. */
+  /* The factor of x.s; with a bias, 1. */
   __device__ __forceinline__ const float &scale() const {
     return shape::F8 && !BIASED ? key_size() : memory.scale;
   }
@@ -106,8 +108,8 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     return {w.seq, a.cache.kv_heads, w.kv_head, row.head, a.lens[w.seq], row.at};
   }
 
-  /* Leaves what a bias needs of this lane's rows in shared memory. In place of a row that does
-   * not exist, the last one. */
+  /* Stores in shared memory what a bias needs to know about this lane's rows. A row that
+   * does not exist is replaced by the last row. */
   __device__ __forceinline__ void tell_rows() {
     __syncwarp();
     const query_rows rows = w.rows();
@@ -185,8 +187,8 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
       }
     }
   }
-  /* The same and the weights at once, for one run of keys that all rows see, and a hook alone or
-   * none. Then bias and exponentials do not wait for each other. */
+  /* Computes scores and weights at once, for one run of keys that all rows see, with only a
+   * hook or none. Then bias and exponentials do not wait for each other. */
   __device__ __forceinline__ void weigh_run(bool tiny) {
     const float late = load_late(shape::F8 ? key_size() : memory.scale);
     const float by = rule.scale * late;
@@ -242,8 +244,9 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     for (int i = 0; i < KEYS / 2; i++)
       if (hidden >> i & 1) x.s[i] = -INFINITY;
   }
-  /* Makes weights of the products with the keys of a stage. The votes stand where all lanes
-   * come: after one in a branch, ptxas keeps no descriptors in uniform registers. */
+  /* Turns the products with the keys of a stage into weights. The votes are outside of
+   * branches, because after a vote inside a branch ptxas keeps no descriptors in uniform
+   * registers. */
   template <bool MAY_FUSE> __device__ __forceinline__ void weigh(uint32_t k) {
     const bool masked = span.x < low || span.y > high;
     bool fused = false, tiny = false;
@@ -315,10 +318,11 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     weigh<false>(0);
     return true;
   }
-  /* An iteration gives the tensor cores the scores of a tile and the values of the one before,
-   * also when the tile begins the next piece of work; then the piece before it is written.
-   * After the last piece the scores are those of nothing. With a bias, the code that weighs is
-   * long; for there to be one copy of it, the first values are those of nothing, too. */
+  /* An iteration gives the tensor cores the scores of a tile and the values of the previous
+   * tile, also when the tile begins the next piece of work; then the previous piece is
+   * written. After the last piece, the scores are of an empty tile. With a bias, the code
+   * for weights is long; to have only one copy of it, the first values are of an empty
+   * tile, too. */
   __device__ __forceinline__ void attend() {
     if (BIASED) begin_nothing();
     else if (!begin_first()) return;
@@ -346,8 +350,8 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
       x.values(memory.v(v));
       products_wait<1>();
       settle(x.s);
-      /* The scores of the first tile of a piece are weighed when the piece before it is
-       * written. With a bias there is one copy of that code, which is long, for both kinds of
+      /* The scores of the first tile of a piece become weights when the previous piece is
+       * written. With a bias there is only one copy of that long code, for both kinds of
        * tiles. */
       if (!BIASED && !ends) weigh<false>(k);
       if (!BIASED || ends) {
@@ -361,7 +365,7 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
         begin_work();
       }
       if (BIASED || ends) weigh<BIASED>(k);
-      if (BIASED) { /* also where it has waited: ptxas does not see that it has */
+      if (BIASED) { /* even if it has already waited, because ptxas does not see that */
         products_wait<0>();
         settle(x.out);
         if (!ends) barrier_arrive_warp(memory.v_empty(v), lane);

@@ -1,5 +1,5 @@
 /* Applies rope to q in place and to k on its way into the cache, and appends v. One launch
- * does what two of rope and one of append_kv do, with the same bits.
+ * replaces two of rope and one of append_kv, with the same bits.
  *
  *   q          f32 f16 bf16         [tokens, heads, head_dim]      in place
  *   k, v       like q               [tokens, kv_heads, head_dim]   not changed; v is none
@@ -37,8 +37,8 @@ template <int N> __host__ __device__ __forceinline__ int lanes_of(int pairs) {
 
 /* A token's rows are its heads of q, then of k, then of v. Grid: tokens, runs of rows_block
  * rows. A thread loads its next row while it works on one, and its first row while the sines
- * are computed. Those of a few tokens are computed while the kernels ahead still run, and
- * their angles looked at again after the wait. */
+ * are computed. For a few tokens the sines are computed while earlier kernels still run,
+ * and the angles are checked again after the wait. */
 template <int N, class From, class To>
 __global__ void __launch_bounds__(ROPE_THREADS)
     rope_append_kernel(const __grid_constant__ kvl_rope_append_args a, int rows_block) {
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(ROPE_THREADS)
       store_pack<N>(cell + number(d),
                     convert_pack<To>(load_pack<N>(at(row) + number(d)), scale));
   }
-  /* Most numbers of shared rows do not turn, so all threads take their share of these. */
+  /* Most numbers of shared rows are not rotated, so all threads copy a share of them. */
   for (int i = (int)threadIdx.x * N; !a.v && blockIdx.y == 0 && i < kv_heads * rest;
        i += ROPE_THREADS * N) {
     const int head = i / rest, d = number(i % rest);
@@ -130,9 +130,9 @@ __host__ __device__ constexpr int packed_lanes(int head_dim) {
   return head_dim <= 64 ? 8 : head_dim <= 128 ? 16 : 32;
 }
 
-/* The same where numbers are packed. A warp takes a row, or some side by side, and a lane N
- * neighbours of it, so that eight lanes have a group. Beside them it loads their partners,
- * which are as many neighbours, or single ones if pairs is no multiple of N. */
+/* The same where numbers are packed. A warp takes a row, or several side by side, and a
+ * lane takes N neighbours of it, so that eight lanes share a group. A lane also loads the
+ * partners of its numbers: N neighbours, or single numbers if `pairs` is no multiple of N. */
 template <class From, class To>
 __global__ void __launch_bounds__(ROPE_THREADS)
     rope_append_packed(const __grid_constant__ kvl_rope_append_args a, int rows_block) {
@@ -176,8 +176,8 @@ __global__ void __launch_bounds__(ROPE_THREADS)
 }
 constexpr int MANY_TOKENS = 512;
 
-/* The q of many tokens turn in a launch of their own: in this kernel a lane has one half of its
- * pairs, and loads the other. */
+/* The q of many tokens are rotated in a launch of their own, because in this kernel a lane
+ * has one half of its pairs, and loads the other half. */
 template <class From, class To>
 int start_packed(kvl_rope_append_args a, const kvl_cuda_queue *q) {
   if (a.tokens >= MANY_TOKENS) {
@@ -207,8 +207,8 @@ int start(const kvl_rope_append_args &a, const kvl_cuda_queue *q) {
   }
 }
 
-/* A token's rows are its heads of q, which turn in place, and then those of k. Grid: tokens,
- * runs of rows_block rows. */
+/* A token's rows are its heads of q, which are rotated in place, and then its heads of k.
+ * Grid: tokens, runs of rows_block rows. */
 template <class From>
 __global__ void __launch_bounds__(ROPE_THREADS)
     rope_append_latent_kernel(const __grid_constant__ kvl_rope_append_args a,

@@ -34,7 +34,8 @@
  *           vLLM's V2     1313      111       365     107      343      663
  *           V1            9039     2255         -     296      627      665
  *           vLLM's V1    15596
- *         A fair stand-in: V2 takes 0.88 to 0.91 of the time of vLLM's, V1 less than that.
+ *         It is a fair stand-in for vLLM's kernels: V2 takes 0.88 to 0.91 of the time of
+ *         vLLM's V2, and V1 less than that of vLLM's V1.
  * Tried   other orders of the loads; times of V1 and V2 for 16 x 32K. With the test for the
  *         last block of V inside the loop over its rows, as in vLLM: 10 036 and 1094. With
  *         all loads of a key, or of a block's rows, before the first is used, and that test

@@ -9,9 +9,10 @@
 namespace kvl {
 namespace {
 
-/* A warp takes some dims of a query row. The one with the first of them computes the row again
- * if that is necessary (paged_mend.cuh); with a hook, it notes it. Beside work with few rows
- * the kernel starts early, as paged_combine does: what it runs before it waits costs nothing. */
+/* A warp takes some dims of a query row. The warp with the first dims computes the row
+ * again if that is necessary (paged_mend.cuh); with a hook, it notes the row. After an
+ * attention with few rows the kernel starts early, as paged_combine does, so what it does
+ * before its wait costs nothing. */
 template <class T, class C, int MOST>
 __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     wgmma_combine(const __grid_constant__ kvl_paged_attention_args a,

@@ -3,11 +3,13 @@
  * f8e4m3 becomes f16, which is exact. Two warps take a tile of K, and two a tile of V: each
  * takes half of the keys. int8 times its scale is rounded once, to q's dtype, as a cache of that
  * dtype would hold it. That takes longer, so all four warps share each tile: K of a tile, then V
- * of the tile before, which is the order in which consumers need them and give room back.
+ * of the tile before, which is the order in which consumers need them and free their
+ * memory.
  *
- * They need no memory of their own. A warp's share arrives in the upper half of its room, as
- * atoms [8, ATOM] of bytes. A step reads 512 bytes and writes their 1024, from the lowest on;
- * what it overwrites was read in this step or before.
+ * They need no memory of their own. A warp's share arrives in the upper half of the memory
+ * that it will fill, as atoms [8, ATOM] of bytes. A step reads 512 bytes and writes the
+ * 1024 bytes that they become, from the lowest on; what it overwrites was read in this step
+ * or before.
  *
  * Budget    int8, head_dim 128: two consumers that reach 660 TFLOP/s take a tile of K and one of
  *           V, 128 keys each, in about 2900 cycles. Each scheduler has one of the four warps. A
@@ -25,8 +27,8 @@ namespace kvl {
 
 #if KVL_SM90A
 
-/* Where a lane works in a share that begins at `at`: 16 numbers of a row in every step, which
- * become two of its swizzled pieces. */
+/* The address at which a lane works in a share that begins at `at`. In every step it takes
+ * 16 numbers of a row, which become two of the row's swizzled pieces. */
 template <class shape> struct convert_place {
   static constexpr int STEPS = shape::SHARE_BYTES / 1024, IN_ROW = shape::ATOM / 16;
   static constexpr int ATOMS = 512 / (8 * shape::ATOM); /* in a step */
@@ -57,8 +59,8 @@ template <class shape> struct convert_place {
 
 /* ---- f8e4m3 ---------------------------------------------------------------------------- */
 
-/* CHANGED: signs are turned, and rows of keys that do not exist become 0, given how many of
- * each eight are kept. */
+/* CHANGED: signs are flipped, and rows of keys that do not exist become 0, by how many of
+ * each eight exist. */
 template <class shape, bool CHANGED>
 __device__ __forceinline__ void convert_half(uint32_t at, const int8_t *kept,
                                              uint32_t signs) {

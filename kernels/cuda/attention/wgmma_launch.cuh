@@ -61,7 +61,7 @@ inline bool wgmma_boxes(const kvl_pages &c) {
 
 /* Without a bias, products are masked before they are scaled, so the scale has to be positive.
  * One new token of at most 16 heads a KV head is for paged_decode.cuh.
- * lua/kvlab/kernel/print/cuda_attention.lua relies on it which calls with a hook are taken. */
+ * lua/kvlab/kernel/print/cuda_attention.lua relies on the rule for calls with a hook. */
 inline bool wgmma_takes(const kvl_paged_attention_args &a, int device, bool hooked) {
   const kvl_pages &c = a.cache;
   if (!is_hopper_device(device) || a.dtype == KVL_DTYPE_F32) return false;
@@ -87,16 +87,17 @@ inline bool few_rows(const kvl_paged_attention_args &a, int rows) {
   return group <= rows && busy_entries(a, a.starts ? rows / group : 1) == a.seqs;
 }
 
-/* How many lanes are best done side by side: the KV heads of a block are neighbours in memory,
- * and are read at about the same time then. As many as leave few SMs without work. */
+/* How many lanes are best processed side by side: as many as leave few SMs without work.
+ * The KV heads of a block are neighbours in memory, and are then read at about the same
+ * time. */
 inline int lanes_beside(int lanes, int sm_count) {
   int side = lanes;
   while (lanes % side || sm_count / side * side * 16 < sm_count * 15) side--;
   return side;
 }
 
-/* Up to 6% fewer shares, if equal items are not cut by them then, or equally: partial results of
- * many numbers take long. */
+/* Uses up to 6% fewer shares if equal items are then not cut, or all cut in the same way,
+ * because large partial results take long. */
 inline int whole_shares(int shares, int64_t items) {
   for (int n = shares; n * 100 >= shares * 94; n--)
     if (items % n == 0 || n % items == 0) return n;
@@ -152,8 +153,8 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
     const int64_t tiles = plan.entries * (room / shape::KEYS + 1) * plan.groups();
     if (tiles < plan.shares) plan.shares = (int)tiles;
     plan.rows = (int)(a.tokens < plan.tokens_tile ? a.tokens : plan.tokens_tile) * heads_each;
-    /* A share reads at least 8 times the bytes of its partial result, but of latents, of which
-     * a tile takes long, any. */
+    /* A share reads at least 8 times the bytes of its partial result. For latents there is
+     * no such minimum, because a tile takes long. */
     const int bytes = (shape::BYTES ? 2 : 4) * shape::KEYS; /* a tile's, for one dim */
     plan.least = shape::LATENTS ? 1 : (8 * 4 * plan.rows + bytes - 1) / bytes;
     const size_t parts = (size_t)2 * plan.shares * plan.side * plan.rows;
@@ -163,7 +164,7 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
     return notes + parts * (shape::D + 1) * sizeof(float) +
            (plan.entries + 1) * sizeof(uint32_t);
   }
-  /* As many KV heads at once as half of the L2 holds, if these are enough to do. */
+  /* Takes as many KV heads at once as half of the L2 holds, if these are enough work. */
   const int64_t bytes = room * 2 * a.cache.key.bytes_row;
   int64_t section = l2_bytes(device) / 2 / (bytes > 0 ? bytes : 1) * plan.subgroups;
   const int64_t enough = (4 * sm_count + busy - 1) / busy;
@@ -219,8 +220,8 @@ int launch_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
       });
 }
 
-/* The result of f with D of the kernel for a head_dim, as a constant: the least that holds it,
- * but for 72 to 88, whose last 32 numbers would be small copies. */
+/* The result of f with D of the kernel for a head_dim, as a constant: the smallest that
+ * holds it, except for 72 to 88, where the last 32 numbers would be small copies. */
 template <class F> auto with_wgmma_dim(int dim, F f) {
   if (dim <= 64) return f(std::integral_constant<int, 64>());
   if (dim == 96) return f(std::integral_constant<int, 96>());

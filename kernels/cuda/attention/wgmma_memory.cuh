@@ -12,8 +12,8 @@ namespace kvl {
 
 #if KVL_SM90A
 
-/* What a bias of a query row depends on, here because registers are short: the head (for a
- * hook, that of the group), its ALiBi slope in base 2, the index. */
+/* What a bias of a query row depends on: the head (for a hook, the head in the group), its
+ * ALiBi slope in base 2, the index. It is in shared memory because registers are short. */
 struct alignas(16) wgmma_row {
   float slope;
   int at, head;
@@ -33,14 +33,14 @@ template <class shape> struct wgmma_memory {
    * exist), from each of the warps that copy K. */
   alignas(16) int indices[STAGES][shape::KEYS];
   int2 spans[COPIERS][STAGES];
-  /* What converters know of a tile of K or V: nothing is to be changed, or which signs are to
-   * be and how many keys of each eight are to be kept. */
+  /* What converters know about a tile of K or V: that nothing is to be changed, or which
+   * signs are to be flipped and how many keys of each eight exist. */
   uint32_t changes[shape::BYTES ? 2 : 1][STAGES];
   int8_t kept[shape::BYTES ? 2 : 1][STAGES][shape::GROUPS];
   wgmma_row rows[shape::ROWS]; /* of each consumer's present item; with a bias */
   wgmma_work work[SLOTS];
-  float scale; /* turns what a consumer's products are into scores in base 2 */
-  /* Of f8e4m3: the same for each consumer's warp, and the unit of Q in each stage. */
+  float scale; /* turns a consumer's products into scores in base 2 */
+  /* For f8e4m3: the same for each consumer's warp, and the unit of Q in each stage. */
   float scales[CONSUMER_WARPS], units[QS];
   alignas(8) uint64_t barriers[BARRIERS];
 
@@ -67,7 +67,8 @@ template <class shape> struct wgmma_memory {
   __device__ uint32_t work_empty(int s) const { return work_full(SLOTS + s); }
   __device__ uint32_t side() const { return work_empty(SLOTS); }
   __device__ uint32_t came(bool v, int s) const { return side() + 8 * (1 + v * STAGES + s); }
-  /* Of K or V: where a producer tells that a tile is in shared memory, and so on. */
+  /* Barriers of K or V: the one by which a producer signals that a tile is in shared
+   * memory, and so on. */
   __device__ uint32_t brought(bool of_v, int s) const {
     return shape::BYTES ? came(of_v, s) : of_v ? v_full(s) : k_full(s);
   }
@@ -132,8 +133,8 @@ __device__ __forceinline__ void each_work(const Memory<shape> &memory, F f) {
   }
 }
 
-/* Where 16-byte piece `piece` of row `row` lies, in atoms one after the other with PIECES
- * pieces a row. */
+/* The offset of 16-byte piece `piece` of row `row`, in consecutive atoms with PIECES pieces
+ * a row. */
 template <int PIECES> __device__ __forceinline__ uint32_t swizzled(int row, int piece) {
   return row * PIECES * 16 + (piece ^ (PIECES == 8 ? row : row / 2) % PIECES) * 16;
 }
@@ -177,8 +178,9 @@ __device__ void find_work(const kvl_paged_attention_args &a, const wgmma_plan &p
   find_work(a, plan, memory, [](const wgmma_work &) {});
 }
 
-/* An f8e4m3 cache's scale of K. Consumers mask products before they scale them, so the scale
- * that they get is positive; K gets its sign, and becomes 0 if the scale is almost 0. */
+/* An f8e4m3 cache's scale of K. Consumers mask products before they scale them, so the
+ * scale that they get is positive. The sign goes to K, which becomes 0 if the scale is
+ * almost 0. */
 struct key_scale {
   float size = 1.f;
   uint32_t signs = 0;
@@ -195,8 +197,8 @@ struct key_scale {
 constexpr uint32_t CHANGE_NOTHING = 1; /* other changes are signs of four numbers */
 
 /* Tells the converters what to change in a tile: lane g has the group that begins at
- * `index`. Keys that do not exist must become 0 where they would reach a sum: V always,
- * and packed K, whose scales do not come then. */
+ * `index`. Keys that do not exist must become 0 where they would reach a sum: V always, and
+ * packed K, because its scales are not copied then. */
 template <class shape>
 __device__ __forceinline__ void tell_changes(bool V, const key_scale &scale,
                                              const wgmma_work &w, wgmma_memory<shape> &memory,
@@ -300,8 +302,8 @@ __device__ void bring_tiles(const kvl_paged_attention_args &a, const wgmma_maps 
 
 /* The same for blocks that are no multiple of eight tokens: each row is copied by itself, 16
  * bytes at a time, and rows that do not exist become 0. COPIERS warps share a tile; this one
- * has the MINE keys of number `share`, and a lane looks up EACH of them. A tile is handed over
- * when its copies have arrived; up to AHEAD others may be under way then. */
+ * has the MINE keys of number `share`, and a lane looks up EACH of them. A tile is handed
+ * over when its copies have arrived; up to AHEAD later tiles may be under way by then. */
 template <class shape>
 __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                            wgmma_memory<shape> &memory, bool V, int share) {
@@ -419,7 +421,7 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
         copy_wait<AHEAD>();
         hand_over();
       }
-      /* If there is no room for the next tile yet, nothing else is to be done ahead. */
+      /* If there is no room for the next tile yet, nothing else can be done ahead. */
       const bool room = barrier_passed(memory.empty(V, step % STAGES),
                                        (step / STAGES & 1) ^ 1);
       if (!__all_sync(ALL_LANES, room)) finish();

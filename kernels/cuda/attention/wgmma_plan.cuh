@@ -1,13 +1,15 @@
-/* What the thread blocks of paged_wgmma.cuh work on, in which order, and who does what.
+/* What the thread blocks of paged_wgmma.cuh work on, in which order, and how the work is
+ * divided.
  *
  * A tile of tokens is as many new tokens of a sequence as fill 128 query rows with the heads
  * of one KV head's group. An item is such a tile for one KV head ("lane": a KV head, or 128
  * heads of a wider group) and the keys that it sees, in tiles of keys. There are two ways to
  * give items to thread blocks:
  *   whole    a thread block takes one item after the other. Long items come first; only as
- *            many KV heads are under way at once as the L2 holds. If these are all of them, the
- *            order turns around each round, so that every thread block gets long and short
- *            items; otherwise a counter tells who takes which.
+ *            many KV heads are under way at once as the L2 holds. If these are all KV
+ *            heads, the order is reversed in every round, so that every thread block gets
+ *            long and short items; otherwise a counter says which thread block takes which
+ *            item.
  *   divided  for few new tokens over many keys. The tiles of keys of all items, in order, are
  *            cut into equal shares, one for each thread block. An item within one share is
  *            finished there. The shares of other items leave partial softmaxes in the
@@ -29,12 +31,13 @@ namespace kvl {
 /* Which work a kernel is for.
  * MANY    anything else
  * FEW     divided work of at most 128 query rows an item (over 8 bits 64, and one consumer),
- *         without a bias, which waits for memory. Over 16-bit KV no more than 64 to 128 KiB are
- *         under way on an SM then: with more, SMs that are near to the memory run ahead, and the
- *         others end later
- * BY_ROW  blocks that TMA cannot copy, by the rows of four more warps. Where there is no such
- *         kernel (over 8 bits, at head_dim 256) and with a hook, two of the producers do it. Over
- *         int8, where only memory of the host needs it, MANY is for boxes unless there is a hook */
+ *         without a bias, which waits for memory. Over 16-bit KV, at most 64 to 128 KiB are
+ *         then in flight on an SM: with more, SMs that are near to the memory run ahead,
+ *         and the others end later
+ * BY_ROW  blocks that TMA cannot copy, by the rows of four more warps. Where there is no
+ *         such kernel (over 8 bits, at head_dim 256), and with a hook, two of the producers
+ *         do it. Over int8, where only memory of the host needs it, MANY is for boxes
+ *         unless there is a hook */
 enum wgmma_kind { WGMMA_MANY, WGMMA_FEW, WGMMA_BY_ROW };
 
 /* C: what the cache holds; void: q's dtype. Four more warps turn tiles of 8-bit numbers into
@@ -89,8 +92,8 @@ template <int D_, class C_ = void, wgmma_kind KIND = WGMMA_MANY> struct wgmma_sh
   static constexpr int ATOM = D % 64 ? 32 : 64, PARTS = D / ATOM, ATOM_BYTES = 16 * ATOM;
   static constexpr int GROUPS = KEYS / 8; /* of eight keys */
   static constexpr int GROUP_BYTES = PARTS * ATOM_BYTES, TILE_BYTES = GROUPS * GROUP_BYTES;
-  /* So many warps turn a tile of 8-bit numbers; each warp's share of the bytes arrives in the
-   * upper half of the share's room. */
+  /* How many warps convert a tile of 8-bit numbers. Each warp's share of the bytes arrives
+   * in the upper half of the memory that it will fill. */
   static constexpr int SHARES = PACKED ? 4 : F8 ? 2 : 1, SHARE_GROUPS = GROUPS / SHARES;
   static constexpr int SHARE_BYTES = TILE_BYTES / SHARES;
   static constexpr int CAME_GROUP_BYTES = BYTES ? GROUP_BYTES / 2 : GROUP_BYTES;
@@ -129,9 +132,10 @@ struct wgmma_plan {
   /* Whole items: the counter, 0 at first, or NULL; how many lanes are under way at once. */
   int *counter;
   int section;
-  /* Divided: `side` lanes are done side by side, each by at most so many shares (0: items stay
-   * whole) of at least so many tiles; and the partial results of `rows` query rows each: of
-   * the shares in which an item goes on, then of those in which it begins. */
+  /* Divided work: `side` lanes are processed side by side, each in at most so many shares
+   * (0: items stay whole) of at least so many tiles. The partial results have `rows` query
+   * rows each: first for the shares in which an item continues, then for those in which it
+   * begins. */
   int side, shares, least, rows;
   float *out;       /* [2 * shares, side, rows, value dim] */
   float *lse;       /* [2 * shares, side, rows], in base 2 */
@@ -143,8 +147,8 @@ struct wgmma_plan {
   }
 };
 
-/* Share c of n begins at tile total * c / n. (If the first shares had one tile more and the
- * others none, tiles of tokens of one sequence would not read the same keys at the same time.) */
+/* Share c of n begins at tile total * c / n. (If only the first shares had one tile more,
+ * tiles of tokens of one sequence would not read the same keys at the same time.) */
 __host__ __device__ __forceinline__ uint32_t share_begin(uint32_t total, uint32_t c,
                                                          uint32_t n) {
   const uint32_t per = total / n; /* no 64-bit division: the rest times c is small */
@@ -219,8 +223,8 @@ struct wgmma_work {
     heads_each = min(group - first, rows);
   }
 
-  /* Finds the tiles of keys. A selection counts as full; with set_lane and `exact` a warp
-   * searches it. */
+  /* Finds the tiles of keys. A selection counts as if it were full; with set_lane and
+   * `exact` a warp searches it. */
   template <class shape>
   __device__ void set_tiles(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                             bool exact) {
@@ -273,8 +277,8 @@ struct wgmma_work {
   }
 };
 
-/* Where a key lies, given by its entry in the table (or in the selection) and its token there:
- * its index, and its block in the cache. Without such a key they are NO_KEYS and -1. */
+/* Finds a key by its entry in the table (or in the selection) and its token there: its
+ * index, and its block in the cache. If there is no such key, they are NO_KEYS and -1. */
 struct wgmma_key {
   int index, physical;
   /* No branch depends on the lane: after such a branch ptxas keeps nothing in uniform

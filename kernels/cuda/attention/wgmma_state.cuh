@@ -14,12 +14,12 @@ namespace kvl {
 /* A row whose weights sum up to more than this in one lane gets a new reference. f16 holds 15
  * times this. */
 constexpr float WEIGHTS_MOST = 4096.f;
-/* If the sum is larger than this, the scores are computed again. */
+/* If a sum is larger than this, the scores are computed again. */
 constexpr float WEIGHTS_LOST = 0x1p100f;
 
 /* A thread's part of a consumer's state: two rows, with two of every eight columns; `product`
- * says which. s holds the scores of a tile, then its weights. T is what is multiplied: q's
- * dtype, over an f8e4m3 cache f16. */
+ * says which. s holds the scores of a tile, then its weights. T is the type of the
+ * products: q's dtype or, over an f8e4m3 cache, f16. */
 template <class T, class shape> struct wgmma_state {
   static constexpr int D = shape::D, KEYS = shape::KEYS;
   static constexpr int ROW_BYTES = 2 * shape::ATOM, IN_ATOM = shape::ATOM / 16;
@@ -45,8 +45,8 @@ template <class T, class shape> struct wgmma_state {
   }
   /* Turns scores into weights exp2(score - reference), and sums up this lane's. `scale` is
    * read from shared memory: if it were a constant of the kernel, ptxas would scale all
-   * scores before it waits for the products, and spill. The store, which never happens, keeps
-   * it from waiting for the next products before this is done. */
+   * scores before it waits for the products, and spill. The store, which never happens,
+   * keeps ptxas from waiting for the next products before this is done. */
   __device__ __forceinline__ void weigh(const float &scale_shared, float (&sum)[2]) {
     const float scale = load_late(scale_shared);
     const float shift[2] = {finite_shift(m[0]), finite_shift(m[1])};
@@ -71,8 +71,8 @@ template <class T, class shape> struct wgmma_state {
     store_late_if_negative(shared, sum[0] + sum[1]);
   }
   /* The same for softly capped scores cap * tanh(x) of |x| up to CAP_SMALL (TINY: CAP_TINY),
-   * with x = s * by; the relative error of tanh is 7e-7. No exponential is needed for it. What
-   * is added to score i is rest(i). */
+   * with x = s * by; the relative error of tanh is 7e-7. No exponential is needed for it.
+   * rest(i) is added to score i. */
   template <bool TINY, class F>
   __device__ __forceinline__ void weigh_capped(const float &shared, float (&sum)[2], float by,
                                                float cap, F rest) {
@@ -221,8 +221,8 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
     if (a.lse && pair == 0) a.lse[row] = end.lse;
     end.scale *= v_scale;
   }
-  /* The lanes exchange what they have, so that each has one whole run of eight out of four, and
-   * writes 16 bytes at once. */
+  /* The lanes exchange their numbers, so that each lane gets one of the four runs of eight,
+   * and writes 16 bytes at once. */
 #pragma unroll
   for (int n = 0; n < D / 8; n += 4) {
     float even[4], odd[4], y[8];
@@ -335,8 +335,8 @@ __device__ __forceinline__ hook_row row_for_hook(const kvl_paged_attention_args 
           a.lens[w.seq], w.index0 + own / w.heads_each};
 }
 
-/* A tile's scores again, from global memory and without the tensor cores: their weights passed
- * the largest float. The tile may have left shared memory. */
+/* Computes a tile's scores again, from global memory and without the tensor cores, because
+ * their weights overflowed. The tile may have left shared memory. */
 template <class T, bool BIASED, class H, class M, class shape>
 __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
                                              const wgmma_work &w, int tile, int r0,
@@ -347,7 +347,7 @@ __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
   const int head_dim = a.cache.key.dim, block_size = a.cache.block_size;
   const int pair = threadIdx.x % 4 * 2;
   const score_rule rule(a);
-  float by = 1.f; /* the products that the consumer had, of f8e4m3 scaled, are by * q k */
+  float by = 1.f; /* the products that the consumer had (scaled for f8e4m3) are by * q k */
   if (shape::F8) {
     const key_scale key(a, w.kv_head);
     by = key.none ? 0.f : key.signs ? -key.size : key.size;

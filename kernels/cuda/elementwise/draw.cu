@@ -1,11 +1,11 @@
-/* out = an index of each row, drawn with the chances softmax(scores): where the score and a
- * number of Gumbel's distribution add up to the most. See kvl__race in philox.h.
+/* out = an index of each row, drawn with the chances softmax(scores): the index where the
+ * sum of the score and a Gumbel-distributed number is largest. See kvl__race in philox.h.
  *   scores   f32  [rows, n]   1 <= n < 2^31
  *   numbers  i64  [rows, 2]   a seed, and the word of it that index 0 uses
  *   out      i32  [rows]      the lower index among equals; NaN never wins
- * A thread has the four scores of a block of words, and makes these where one of the scores
- * could win over what the thread has. Long rows are cut into
- * pieces, whose best ones go through the workspace.
+ * A thread takes the four scores of a block of words. It generates the random words only if
+ * one of these scores could beat the thread's best sum so far. Long rows are cut into
+ * pieces, whose best sums go through the workspace.
  * Limit: arithmetic, about 100 operations for each score that could win.
  * Source: Gumbel 1954; Maddison, Tarlow, Minka 2014, arXiv:1411.0030. */
 #include "args/elementwise.h"
@@ -18,7 +18,7 @@ using kvl::index_key, kvl::larger_key;
 
 constexpr int DRAW_PIECE = 512; /* blocks of words in a piece of a row */
 
-/* Enough for any place of index 0 in its block of words. */
+/* How many blocks of words cover n words, wherever index 0 lies in its block. */
 KVL_INLINE int64_t word_blocks(int64_t n) { return (n + 3) / 4 + 1; }
 
 inline int draw_pieces(const kvl_draw_args *g, int sm_count) {

@@ -1,5 +1,6 @@
 /* Finds where the new token of each row goes: to the end, or, in a row that is full, to the
- * place of the token with the lowest score, and saves what stood there. See kvl_replace in
+ * place of the token with the lowest score, and saves the token that was there. See
+ * kvl_replace in
  * runtime/kvlab.h.
  *
  *   scores     f32  [rows, n]     optional; with score_firsts i32 [rows], [n]

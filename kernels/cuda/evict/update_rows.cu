@@ -1,4 +1,4 @@
-/* Sets rows of numbers in a memory, or adds to them, and keeps what stood there. See
+/* Sets rows of numbers in a memory, or adds to them, and saves the old numbers. See
  * kvl_update_rows in runtime/kvlab.h.
  *
  *   memory  f32  [cells]     changed

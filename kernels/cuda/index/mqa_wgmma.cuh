@@ -4,12 +4,12 @@
  * Tokens are the rows of a product (M) and heads of q its columns (N). So a thread holds many
  * heads of one token, and does relu, weights and most of the sum over heads by itself.
  *
- * A group is a few neighbouring rows of q that see a common range of tokens. With contiguous
- * keys it has 256 columns, 128 for each of the two consumers (two results of more columns do
- * not fit the registers). Over index-K memory it has rows of one sequence, and the consumers
- * share the tokens. The ranges of all groups, one after the other, are cut into equal shares,
- * one for each SM. An SM finds its share from starts and ends alone, which the host need not
- * know. A thread block has
+ * A group is a few neighbouring rows of q that see a common range of tokens. With
+ * contiguous keys a group has 256 columns, 128 for each of the two consumers (two results
+ * of more columns do not fit the registers). Over index-K memory a group has rows of one
+ * sequence, and the consumers share the tokens. The ranges of all groups, one after the
+ * other, are cut into equal shares, one for each SM. An SM finds its share only from starts
+ * and ends, which the host need not know. A thread block has
  *   consumers  two warpgroups. Each does two products of 64 tokens per tile of keys: while
  *              one is multiplied, relu and sums of the other are computed
  *   producers  one warp brings q, weights and ranges of items, one item ahead; another brings
@@ -173,9 +173,9 @@ __device__ void mqa_consume(const typename shape::Keys &keys, const mqa_plan &pl
   }
 }
 
-/* Asks the L2 to prefetch what is needed to find shares and look keys up. These are hints, so
- * they may come before the previous kernel has ended. A large table, most of which is never
- * read, is left out. */
+/* Asks the L2 to prefetch what is needed to find shares and look up keys. These are hints,
+ * so they may come before the previous kernel has ended. A large table, most of which is
+ * never read, is left out. */
 __device__ __forceinline__ void mqa_ask(const mqa_contiguous &) {}
 __device__ __forceinline__ void mqa_ask(const mqa_paged &keys) {
   constexpr int LINE = 128, MOST = 1 << 20;
@@ -271,7 +271,7 @@ inline int map_keys(const mqa_contiguous &keys, int tokens, mqa_plan *, CUtensor
 }
 inline int map_keys(const mqa_paged &keys, int, mqa_plan *plan, CUtensorMap *map) {
   const kvl_index_view &cache = keys.a.cache;
-  plan->box_shift = 0; /* a block and half of a consumer's tile are whole boxes */
+  plan->box_shift = 0; /* a block is whole boxes, and so is half of a consumer's tile */
   while (plan->box_shift < 6 && !(cache.block_size >> plan->box_shift & 1)) plan->box_shift++;
   return map_bytes(cache.memory, cache.dim, cache.block_size, cache.blocks,
                    (int64_t)cache.block_size * (cache.dim + 4), 1 << plan->box_shift, map);

@@ -1,6 +1,6 @@
-/* What a thread block of mqa_wgmma.cuh works on, and with: its shape, its share of all groups
- * and how a warp walks through that, the layout of shared memory, and the two warps that fill
- * it. */
+/* What a thread block of mqa_wgmma.cuh works on and works with: its shape, its share of all
+ * groups and how a warp walks through the share, the layout of shared memory, and the two
+ * warps that fill it. */
 #ifndef KVL_CUDA_MQA_WORK_CUH
 #define KVL_CUDA_MQA_WORK_CUH
 
@@ -68,7 +68,8 @@ template <class shape> struct mqa_memory {
   __device__ void init() {
     for (int i = 0; i < BARRIERS; i++) {
       const bool is_empty = (i >= STAGES && i < 2 * STAGES) || i >= 2 * STAGES + QS;
-      /* A full q has two arrivals: q itself, and what else is known of the item. */
+      /* The barrier of a full q has two arrivals: q itself, and the rest of what is known
+       * about the item. */
       const bool is_q_full = i >= 2 * STAGES && i < 2 * STAGES + QS;
       barrier_init(barrier(i), is_empty ? 4 * shape::CONSUMERS : is_q_full ? 2 : 1);
     }

@@ -82,7 +82,8 @@ __global__ void __launch_bounds__(TEAM_THREADS, EACH < 16 ? 2 : 1)
     return;
   }
   s.write([&](uint32_t place, uint32_t column) { indices[place] = (int32_t)column; });
-  /* The numbers are read after write: in it a thread would wait for each of them. */
+  /* The numbers are read after `write`, because inside it a thread would wait for each of
+   * them. */
   __syncthreads();
 #pragma unroll 4
   for (uint32_t i = threadIdx.x; i < k; i += TEAM_THREADS) put(i, (uint32_t)indices[i]);

@@ -96,7 +96,7 @@ struct panel {
                   (g.parts == 1 || g.rows > FEW_ROWS);
     bytes_h = g.norm ? bytes(g.k) : 0;
     bytes_y = is_finished ? 0 : bytes(g.n);
-    /* What is NULL here comes from the allocator, so it is aligned. */
+    /* A pointer that is NULL here will come from the allocator, so it is aligned. */
     product.a = g.norm ? nullptr : g.x, product.out = is_finished ? g.out : nullptr;
     product.b = g.weight, product.batch = 1, product.transpose_b = 1;
     product.m = rows, product.n = g.n, product.k = g.k;
@@ -126,7 +126,7 @@ int normalise(const kvl_linear_args &g, const void *x, void *h, int64_t rows,
   return kvl_cuda_rmsnorm(&norm, q);
 }
 
-/* One launch, and one for the norm if it has to be done before. */
+/* One launch, and another one before it if the norm is separate. */
 int one_launch(kvl_linear_args g, kvl_cuda_queue *q) {
   if (g.norm && !fuses_norm(g)) {
     const int status = normalise(g, g.x, g.workspace, g.rows, q);

@@ -1,5 +1,5 @@
-/* What the fused kernel of kvl_linear makes of a row's sum: the end of linear_wgmma.cuh. A unit
- * is an output; with SwiGLU two rows of the weights make one. */
+/* How the fused kernel of kvl_linear turns a row's sum into outputs: the end of
+ * linear_wgmma.cuh. A unit is an output; with SwiGLU two rows of the weights make one. */
 #ifndef KVL_CUDA_LINEAR_OUTPUT_CUH
 #define KVL_CUDA_LINEAR_OUTPUT_CUH
 
@@ -8,15 +8,16 @@
 
 namespace kvl {
 
-/* What `out` has at `at`, as it is stored, for store_linear; 0 if nothing is added to it. */
+/* The number that `out` has at `at`, as it is stored, for store_linear; 0 if nothing is
+ * added to it. */
 __device__ __forceinline__ uint32_t linear_before(const kvl_linear_args &g, int64_t at) {
   if (g.form != KVL_LINEAR_ADD) return 0;
   return g.out_dtype == KVL_DTYPE_F32 ? ((const uint32_t *)g.out)[at]
                                       : ((const uint16_t *)g.out)[at];
 }
 
-/* Stores output `unit` of `units` of row m. y: its sum, z: that of its partner with SwiGLU;
- * PARTS: are there several? */
+/* Stores output `unit` of `units` of row m. y: its sum, z: the sum of its partner with
+ * SwiGLU; PARTS: are there several parts? */
 template <bool PARTS, class T>
 __device__ __forceinline__ void store_linear(const kvl_linear_args &g, int64_t units, int m,
                                              int64_t unit, float y, float z,

@@ -3,21 +3,23 @@
  * wgmma computes y^T = weight x^T: up to 64 rows of the weights are the rows of a product, and
  * the N rows of x are its columns, of which some may not exist. A tile is `height` rows of
  * the weights, with SwiGLU half of them gates and the others their partners. The height is
- * such that the SMs have equal work: a product's other rows are left over and not stored. A
- * thread block takes tile after tile. A warp has TMA bring the weights into a ring, stage by
- * stage along k; another one brings x, which comes from the L2; a warpgroup multiplies.
+ * chosen so that the SMs have equal work; a product's other rows are not stored. A thread
+ * block takes tile after tile. A warp has TMA bring the weights into a ring, stage by stage
+ * along k; another one brings x, which comes from the L2; a warpgroup multiplies.
  *
  * A norm is r x * norm, where r is one number for each row. Four warps multiply x by the norm's
  * weights, stage by stage in turn, and sum x's squares on the way; r is multiplied in when a
- * tile is done. In f16 x * norm could be too large, so that norm is not done here, and nor is
- * that of more than 8 rows, which would take longer than a launch.
+ * tile is done. In f16, x * norm could overflow, so norms in f16 are not done here. Norms
+ * of more than 8 rows are not done here either, because they would take longer than a
+ * launch.
  *
- * A thread block asks for so much shared memory that an SM has room for one: the next product
- * begins early, while this one ends, and two of its blocks on an SM that is free first would
- * share that SM's copies for as long as they run. If the weights are frozen, it fills its ring
- * while it waits for the kernels before it: then memory is read between two products, too.
- * Weights are read once in a step, so the L2 is told to drop them first. It keeps what small
- * kernels between the products read: tables, positions, their code.
+ * A thread block asks for so much shared memory that an SM has room for only one. The
+ * reason is that the next product begins early, while this one ends: if two of its blocks
+ * were on an SM that is free first, they would share that SM's copies for as long as they
+ * run. If the weights are frozen, it fills its ring while it waits for the kernels before
+ * it: then memory is read between two products, too. Weights are read once in a step, so
+ * the L2 is told to drop them first. Then the L2 keeps what small kernels between the
+ * products read: tables, positions, their code.
  *
  * Limit     the bytes of the weights at memory bandwidth
  * Measured  notes/20261122-linear.md, kernels/dev/linear.cu */
@@ -36,7 +38,8 @@ struct linear_wgmma_plan {
     ROWS = 16,   /* of x, at most: of 32, the L2 would bring as many bytes as of weights */
     HEIGHT = 64, /* of a product */
     K = 64,      /* numbers of a row that are 128 bytes, the width of the swizzle */
-    UNDER_WAY = 48 << 10,           /* bytes of weights: with more, memory delivers less */
+    UNDER_WAY = 48 << 10,           /* the most bytes of weights in flight: with more,
+                                     * memory delivers less */
     PLACES = 16,                    /* stages in the ring, at most */
     THREADS = WARPGROUP + 2 * WARP, /* and NORM_WARPS if there is a norm */
     NORM_ROWS = 8,                  /* of x, at most, if there is a norm */
@@ -50,7 +53,7 @@ struct linear_wgmma_plan {
 
 #if KVL_SM90A
 
-/* Goes through the places of the ring and the stages of a thread block's tiles. */
+/* Goes through the slots of the ring and the stages of a thread block's tiles. */
 struct linear_stage {
   int tile, stage, left, at = 0;
   uint32_t phase = 0;
@@ -254,7 +257,7 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
 #pragma unroll
     for (int i = 0; i < N / 2; i++)
       own[i & 2 ? 8 : 0][i / 4 * 8 + lane % 4 * 2 + (i & 1)] = d[i];
-    named_sync(1, WARPGROUP); /* one a tile: the sums are in two places in turn */
+    named_sync(1, WARPGROUP); /* one barrier a tile: the sums alternate between two buffers */
 #pragma unroll
     for (int i = 0; i < N / 2; i++) {
       const int m = row + 2 * i;
@@ -295,7 +298,7 @@ inline int map_rows(const kvl_linear_args &g, const void *p, int64_t units, int 
   return r == CUDA_SUCCESS ? KVL_OK : kvl__cuda_check(cudaErrorInvalidValue);
 }
 
-/* Does the kernel take it? fuses_norm says whether with its norm. */
+/* Does the kernel take the call? fuses_norm: whether it also does the norm. */
 inline bool takes_linear_wgmma(const kvl_linear_args &g, const kvl_cuda_queue *q) {
   constexpr int K = linear_wgmma_plan::K;
   return is_hopper_device(q->device) && g.rows <= linear_wgmma_plan::ROWS && g.k > 0 &&
@@ -315,8 +318,8 @@ inline linear_wgmma_plan plan_linear_wgmma(const kvl_linear_args &g, int n,
   const int halves = g.form == KVL_LINEAR_SWIGLU ? 2 : 1;
   const int units = (int)(g.n / halves), sms = q->sm_count;
   int64_t least = INT64_MAX;
-  /* The busiest SM has the fewest rows. Low tiles are slower for each row, so 16 rows are for
-   * small products alone. */
+  /* The busiest SM has the fewest rows. Low tiles are slower for each row, so tiles of 16
+   * rows are only for small products. */
   for (int height : {64, 48, 32, 16}) {
     const int tiles = ceil_div(units, height / halves), rounds = ceil_div(tiles, sms);
     if (height == 16 && 2 * p.tiles > sms) break;

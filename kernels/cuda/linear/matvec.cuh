@@ -47,7 +47,8 @@ __device__ __forceinline__ void add_products(const uint4 (&w)[MATVEC_AHEAD], con
   }
 }
 
-/* The sum over a team's warps, valid in its first warp. All warps call it in step. */
+/* The sum over a team's warps, valid in its first warp. All warps must call it equally
+ * often. */
 template <int M>
 __device__ __forceinline__ void team_sum(float (&sum)[M], int team, int row) {
 #pragma unroll

@@ -14,7 +14,7 @@ struct rope_angles {
 
   /* Called by all threads of the block; the caller has to add a barrier. sincosf is the
    * accurate one: positions reach millions of radians, where the fast one returns noise. A
-   * second call, with what may have changed since, computes what did. */
+   * second call, with angles that may have changed since, computes only those that did. */
   __device__ __forceinline__ void make(float position, const float *inv_freq, int pairs,
                                        bool first = true) {
 #pragma unroll 1

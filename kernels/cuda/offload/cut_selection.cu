@@ -8,8 +8,8 @@
  *   physical      i32  [passes, seqs, heads, n]      ones goes to index j % n of pass j / n
  *   open_logical  i32  [seqs, heads, n_open]
  *   open_slots    i32  [seqs, heads, n_open]
- * -1 padded. What does not fit is dropped; an entry past the sequence's last block is
- * ignored.
+ * -1 padded. Entries that do not fit are dropped; an entry past the sequence's last block
+ * is ignored.
  *
  * Bytes   4 * (max_selected + 3 * passes * n + 2 * n_open) a row
  * Limit   latency: one thread block per row, one scan per 1024 entries */

@@ -18,9 +18,9 @@
  *
  * The result is the same on every device, whatever runs in parallel:
  * - Entries are taken in the order (sequence, index). An entry that is -1 or out of range
- *   gets slot -1. A block that has a slot at the start is a hit each time it is named. For a
- *   block without a slot, the first entry is a miss, and these first entries give the order
- *   of the list of misses; further entries of the same block are not counted.
+ *   gets slot -1. A block that has a slot at the start is a hit each time it is named. For
+ *   a block without a slot, the first entry is a miss; the order of these first entries is
+ *   the order of the list of misses. Further entries of the same block are not counted.
  * - Victims are slots that no selected block holds: free slots first, then those of the
  *   lowest priority (NaN is lowest of all), ties by `order`. The misses get the victims in
  *   the order of `order`.
@@ -28,9 +28,9 @@
  *   both keep their relative order.
  * - A slot that is filled gets is_ahead in `ahead`. A hit clears it, unless this call is
  *   ahead itself; the slots cleared in this way are counted.
- * - Of a block that is filled, uses becomes 1, or 0 if this call is ahead, and age 0. Of a hit,
- *   uses grows by 1, unless this call is ahead, and age becomes 0. Of any other block that keeps
- *   its slot, age grows by 1, unless this call is ahead.
+ * - For a block that gets a slot, uses becomes 1, or 0 if this call is ahead, and age 0.
+ *   For a hit, uses grows by 1, unless this call is ahead, and age becomes 0. For any other
+ *   block that keeps its slot, age grows by 1, unless this call is ahead.
  *
  * One thread block per KV head. Its phases exchange data through shared memory (through the
  * workspace where that is too small: past 17 to 27 thousand slots on an H100):

@@ -36,7 +36,7 @@ struct head {
   const float *priority;
   float *uses, *age;
   int kv_head, kv_heads, n, entries, slots, blocks;
-  int32_t *found;     /* [entries]  a hit's slot, mark(block) of a miss, or -1 */
+  int32_t *found;     /* [entries]  the slot of a hit, mark(block) for a miss, or -1 */
   int32_t *order_old; /* [slots] */
   uint32_t *keys;     /* [slots], in the order of order_old */
   uint32_t *used;     /* bit i: slot i is a hit */

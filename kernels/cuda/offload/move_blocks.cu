@@ -39,7 +39,8 @@ constexpr int64_t ENTRIES_MOST = INT32_MAX / PARTS_MOST; /* 32 bits number piece
  * apart; each run is cut into `parts_run` parts of `part` words. There are entries * parts
  * pieces; the lists have seqs * lanes rows. */
 struct layout {
-  int64_t block, half, lane; /* lane: from the run of one to that of the next */
+  int64_t block, half, lane; /* lane: the distance from the run of one lane to that of the
+                              * next */
   uint32_t run, part, pieces;
   divisor rows_block;                    /* how many entries a block has: its tokens, or 1 */
   divisor parts_run, parts, lanes, rows; /* skipping padding is mostly these divisions */
@@ -111,8 +112,8 @@ __global__ void __launch_bounds__(MOVE_THREADS)
   const uint32_t warps = gridDim.x * WARPS;
   const int64_t sources = a.src.blocks * a.rows;
   uint32_t words = 0; /* of this lane's pieces */
-  /* The next kernel may not start early: over the link a copy takes long, and blocks that wait
-   * would hold the room of other streams' kernels. */
+  /* The next kernel may not start early: over the link a copy takes long, and blocks that
+   * wait would take SMs from kernels of other streams. */
   wait_for_previous();
   for (uint32_t first = warp; first < l.pieces; first += warps * WARP * AHEAD) {
     unsigned valid = 0; /* bit w: this lane's piece of window w has a source */

@@ -3,7 +3,8 @@
  *
  * A row of head_dim numbers is spread over `lanes` threads with 16 bytes each (f32: 32). The
  * number of lanes is a power of two, so that a warp holds whole rows; the other threads take
- * further tokens. Of a row that 32 threads cannot hold, as a latent's, they take a chunk. For
+ * further tokens. If 32 threads cannot hold a row, such as a latent, they take a chunk of
+ * it. For
  * small blocks one warp takes a (block, KV head), for large ones
  * eight. */
 #ifndef KVL_CUDA_BLOCK_REDUCE_CUH

@@ -1,10 +1,10 @@
-/* What the kernels of expressions whose sums over dim are matrix products are written with
- * (lua/kvlab/kernel/print/cuda_products.lua): the rows of blocks on their way through shared
- * memory, and their products with the group's queries (score_mma.cuh).
+/* For kernels of expressions whose sums over dim are matrix products
+ * (lua/kvlab/kernel/print/cuda_products.lua): the rows of blocks on their way through
+ * shared memory, and their products with the group's queries (score_mma.cuh).
  *
- * A turn is what a warp scores at once: 32 blocks by one row each, or as many blocks as have
- * 32 tokens, or one larger block. Its items lie in slots, SLOTS for each block, and a tile is
- * 16 slots. Each warp is its own pipeline of asynchronous copies. */
+ * A turn is the work that a warp scores at once: 32 blocks with one row each, or as many
+ * blocks as have 32 tokens together, or one larger block. Its items lie in slots, SLOTS for
+ * each block, and a tile is 16 slots. Each warp is its own pipeline of asynchronous copies. */
 #ifndef KVL_CUDA_EXPRESSION_PRODUCTS_CUH
 #define KVL_CUDA_EXPRESSION_PRODUCTS_CUH
 
@@ -75,8 +75,8 @@ template <class T, int D, int ROWS, int DIM, int ITEMS, int SLOTS> struct produc
     stage = 0;
     next = look(STAGES - 1);
   }
-  /* Waits for a tile, asks for the one STAGES - 1 later, and gives the tile's memory and
-   * which of its slots are items. */
+  /* Waits for a tile, begins to copy the one STAGES - 1 later, and returns the tile's
+   * memory and which of its slots are items. */
   DEVICE_MEMBER const uint4 *take(int tile, uint32_t *items) {
     kvl::copy_wait<STAGES - 2>();
     __syncwarp(); /* all copies have arrived, and the last tile was read */
@@ -102,9 +102,9 @@ DEVICE float tile_number(const uint4 *tile, int r, int item, int d) {
 }
 
 /* Sums of a tile's items and all heads, to products[head * STRIDE + item]. q has the rows of
- * heads [terms][rows in USED][PADDED]. Where a sum is no finite number it is computed again
- * by the book, exact(head, item): with a number that is not finite the product of parts is
- * not what the whole is (0 * inf), and any such number leaves its trace in the sum. */
+ * heads [terms][rows in USED][PADDED]. If a sum is not finite, it is computed again term by
+ * term, exact(head, item): when a number is split into parts, a factor that is not finite
+ * gives a wrong product (0 * inf), and any such factor makes the sum not finite. */
 template <class T, int D, int ROWS, int USED, int DIM, int HEADS, int STRIDE, class EXACT>
 DEVICE void tile_sums(const uint4 *tile, const uint4 *q, const float *unscale, int terms,
                       float *products, EXACT exact) {

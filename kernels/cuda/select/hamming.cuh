@@ -20,7 +20,8 @@ constexpr uint32_t HAMMING_NONE = KVL_HASH_BITS_MAX + 1;
 
 /* How hashes are read.
  *   WORDS    of a hash; 0: as many as the view says
- *   LANES    that read a block together; 32 for token hashes of any size: one token per lane.
+ *   LANES    that read a block together; 32 for token hashes of any size: one token per
+ *            lane.
  *            With block hashes, two lanes read a whole 32-byte sector of memory
  *   READERS  lanes that are given the same block
  *   HEADS    whose hashes a sector holds; each lane has those of EACH heads */

@@ -1,12 +1,13 @@
 /* Hashes vectors by random planes, on the tensor cores and yet exactly.
  *
- * args/select.h fixes the order of the sums. Half a warp computes one: lane p adds up part p. For
- * few vectors that is all: a thread block takes one word, and a warp 8 of its bits.
+ * args/select.h fixes the order of the sums. Half a warp computes one sum: lane p adds up
+ * part p. For few vectors nothing else is needed: a thread block takes one word, and a warp
+ * 8 of its bits.
  *
  * For many vectors a warp multiplies 32 vectors with 32 planes on the tensor cores. Both are
- * split into bf16 terms (vectors that are bf16 or f8e4m3 are one term). Such a sum may be off
- * by hash_error of |x| |plane|. Its sign counts when the sum is farther from 0 than that; for
- * the others, fewer than one in a thousand, the exact sum is computed.
+ * split into bf16 terms (vectors that are bf16 or f8e4m3 are one term). Such a sum may be
+ * wrong by hash_error times |x| |plane|. If the sum is farther from 0 than that, its sign
+ * is right; for the others, fewer than one in a thousand, the exact sum is computed.
  *
  * Source: Charikar 2002 (random hyperplanes). */
 #ifndef KVL_CUDA_HASH_CUH
@@ -162,7 +163,7 @@ __device__ __forceinline__ void hash_split_planes(const hash_call &call, int wor
       most = fmaxf(fmaxf(most, fmaxf(fabsf(y[i].x), fabsf(y[i].y))),
                    fmaxf(fabsf(y[i].z), fabsf(y[i].w)));
     }
-    /* 2^-e for most = 2^e * 1 ... 2. If there is no such e, hash_again makes the sums. */
+    /* 2^-e for most = 2^e * 1 ... 2. If there is no such e, hash_again computes the sums. */
     const float scale = __uint_as_float(0x7F000000u -
                                         (__float_as_uint(warp_max(most)) & 0x7F800000u));
 #pragma unroll

@@ -14,9 +14,10 @@
  *            pass over the list gives the few keys of that bin, which are all compared with
  *            each other
  *   write    sums over words give the output index of every bit: index order needs no sort
- * If the guess was wrong, or too much lies in the bracket (a row that its sample does not
- * show), retry narrows it exactly, 11 bits of the key at a time, by reading the row again. No
- * atomic decides an order: lists are unordered sets, and bits and counters commute.
+ * If the guess was wrong, or too many elements lie in the bracket (because the sample does
+ * not represent the row), retry narrows the bracket exactly, 11 bits of the key at a time,
+ * by reading the row again. No atomic decides an order: lists are unordered sets, and bits
+ * and counters commute.
  *
  * The cost of a phase is latency: barriers, shuffles, and code that runs only once. So loops
  * stay rolled where unrolling only adds code (8.4 to 7.5 us for a row of 8192), a block has
@@ -40,16 +41,16 @@ __device__ __forceinline__ void load_apart(float (&to)[N], const T *p) {
   for (int j = 0; j < N; j++) to[j] = to_float(p[j * WARP]);
 }
 
-/* Where in the row element `number` of the sample is: anywhere within its part of the row, so
- * that no period of the row makes the sample unlike it. It ascends with the number. */
+/* The index in the row of element `number` of the sample. It lies anywhere within its part
+ * of the row, so that a periodic row does not bias the sample. It ascends with the number. */
 __host__ __device__ constexpr uint32_t sampled(uint32_t number, uint32_t part) {
   return number * part + (uint32_t)((uint64_t)(number * 0x9E3779B1u) * part >> 32);
 }
 
 /* One thread block calls emit(place, index) for all elements of a row that are eligible, that
  * is neither -inf nor NaN; places count from 0 in index order. Returns how many there are.
- * memory: 128 bytes of shared memory that nobody uses any more. They are not static, because
- * the searches take all that a thread block can have. */
+ * memory: 128 bytes of shared memory that nobody uses any more. These bytes are not static,
+ * because the searches take all that a thread block can have. */
 template <class ROW, class F>
 __device__ __forceinline__ uint32_t write_eligible(const ROW &row, uint32_t width,
                                                    char *memory, F emit) {
@@ -107,11 +108,11 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
   const ROW row;
   const int lane, warp, block; /* block: its number in the team */
   const uint32_t flip;         /* the sign bit when the least come first */
-  uint32_t begin, end, stride; /* this warp's batches of the row begin so far apart */
+  uint32_t begin, end, stride; /* the distance between this warp's batches of the row */
   const int samples_log;       /* the sample has 2^n elements */
   uint32_t index_low, among, wanted;
   uint32_t sure, listed; /* found before the bracket; in it */
-  uint32_t own;          /* how many keys the list has that this warp walks over */
+  uint32_t own;          /* how many keys the list of this warp has */
   bool is_one;           /* there is one list, in the first block; else one per block */
   bool is_listed;        /* nothing comes before the bracket: all that is taken is listed */
   float x[EACH], sample[SAMPLES]; /* a batch of the row; of the sample */
@@ -127,9 +128,10 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     shape.words = min(shape.words, TEAM * WARPS * (shape.stretch / WARP));
     return shape;
   }
-  /* sorted: for how many keys the caller wants memory instead of the bitmap, or 0. Few wanted
-   * elements of a row whose bitmap does not fit are sorted by their indices; of many, the
-   * bitmap is written one window at a time, each of which reads the row again. */
+  /* sorted: for how many keys the caller wants memory instead of the bitmap, or 0. If the
+   * bitmap does not fit and few elements are wanted, they are sorted by their indices. If
+   * many are wanted, the bitmap is written one window at a time, and each window reads the
+   * row again. */
   static team_shape shape_of(int64_t width, int64_t wanted_most, uint32_t sorted,
                              const kvl_cuda_queue *q) {
     constexpr uint32_t window = 4096; /* words, which are also room for as many indices */
@@ -468,8 +470,9 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     return total;
   }
 
-  /* Guesses keys between which the wanted-th is likely: quantiles of a sample. `from` is the
-   * rank where they begin, or one before it; low is 0 when all before high is to be listed. */
+  /* Guesses two keys between which the wanted-th key is likely to lie: quantiles of a
+   * sample. `from` is the rank where they begin, or one before it; low is 0 when all before
+   * high is to be listed. */
   __device__ __forceinline__ void guess(bool list_all, uint32_t *from, sort_key *low,
                                         sort_key *high) {
     uint32_t rank[SAMPLES], least = RANK_NAN, most = 0;

@@ -3,7 +3,8 @@
  * of a tile and the queries on the tensor cores.
  *
  * Products of 16-bit numbers are exact in fp32, so scores differ only by the order of sums.
- * Finer numbers become a sum of 16-bit terms: three for f32 rows, score_terms() for q. f8e4m3
+ * Numbers of more bits become a sum of 16-bit terms: three for f32 rows, score_terms() for
+ * q. f8e4m3
  * rows become f16; where q becomes f16 too, a power of 2 per head brings it into f16's range.
  *
  * A dot product does not depend on the order of its dims. So a lane loads the pieces of 16
@@ -22,7 +23,7 @@ template <class T, int D, int N> struct score_ring {
   static constexpr int ITEMS = 16, ROWS = N;
   static constexpr int PIECES = D * (int)sizeof(T) / 16, ROW_BYTES = PIECES * 16;
   static constexpr int TILE_BYTES = ITEMS * ROWS * ROW_BYTES;
-  /* f32 rows need many products per byte: for them more warps help more than deeper rings. */
+  /* f32 rows need many products per byte, so more warps help them more than deeper rings. */
   static constexpr bool DEEP = sizeof(T) < 4 || TILE_BYTES > 16384;
   static constexpr int RING = (DEEP && TILE_BYTES <= 16384 ? 48 : 96) * 1024; /* at most */
   static constexpr int TILES = RING / TILE_BYTES, AHEAD = DEEP ? 3 : 2;
@@ -39,7 +40,7 @@ template <class T> struct score_type { using type = T; };
 template <> struct score_type<f8e4m3> { using type = __half; };
 template <> struct score_type<float> { using type = __nv_bfloat16; };
 
-/* How many 16-bit numbers represent a number of q, as exactly as fp32 sums can tell. */
+/* How many 16-bit numbers represent a number of q as exactly as fp32 sums need. */
 template <class M> int score_terms(int q_dtype) {
   if (same<M, __half>) return q_dtype == KVL_DTYPE_F32 ? 2 : 1;
   return q_dtype == KVL_DTYPE_BF16 ? 1 : q_dtype == KVL_DTYPE_F16 ? 2 : 3;
@@ -76,8 +77,9 @@ __device__ __forceinline__ void score_mma(float (&c)[4], const uint4 &x0, const 
       mma(c, a, i % 2 ? b.z : b.x, i % 2 ? b.w : b.y, M());
     }
   } else {
-    /* Leaves out terms that together fall below 2^-24. The tensor cores truncate sums where
-     * they should round; here only the sum of a piece suffers that, not the whole sum. */
+    /* Leaves out terms that together fall below 2^-24. The tensor cores truncate sums
+     * instead of rounding them; here this affects only the sum of a piece, not the whole
+     * sum. */
     float sum[4] = {};
     const uint4 *at = q + score_q_piece<T, D>(q_row, piece / 2);
     const uint2 b = ((const uint2 *)at)[piece % 2];
@@ -136,7 +138,7 @@ __device__ __forceinline__ void score_products(float (&c)[GROUPS][4], const uint
     for (int i = 0; i < 4; i++) c[g][i] = sums[0][g][i] + sums[1][g][i];
 }
 
-/* What the numbers of a head of q are multiplied with to become f16. The largest, `most`,
+/* The factor that brings the numbers of a head of q into f16's range. The largest, `most`,
  * becomes 2^14 ... 2^15. */
 __device__ __forceinline__ float score_scale(float most) {
   return most > 0.f && most < INFINITY ? ldexpf(1.f, 14 - max(ilogbf(most), -100)) : 1.f;

@@ -1,4 +1,4 @@
-/* What score_rows.cuh is called with, and how it brings a group's queries into shared memory. */
+/* The arguments of score_rows.cuh, and how it brings a group's queries into shared memory. */
 #ifndef KVL_CUDA_SCORE_QUERIES_CUH
 #define KVL_CUDA_SCORE_QUERIES_CUH
 

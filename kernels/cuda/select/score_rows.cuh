@@ -1,7 +1,7 @@
 /* Scores of every block of every sequence: the shared part of score_minmax, score_mean and
  * score_max_qk.
  *
- * An item is what gets a score: a block by its summary rows, or a token by its K row. A
+ * An item gets a score: it is a block with its summary rows, or a token with its K row. A
  * thread block takes `each` consecutive blocks of one (sequence, KV head). A tile is 16
  * items, the rows of an m16n8k16; the group's query heads are its 8 columns, and larger
  * groups take several passes over a tile. The bound by min and max is a matrix product too,
@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
   wait_for_previous();
   const int64_t length = a.lens[seq];
   queries.begin();
-  /* Looks up the block of a tile, or of this lane's item in it, while the length is still
-   * loading. */
+  /* Looks up the block of a tile, or of this lane's item in the tile, while the length is
+   * still loading. */
   auto block_of = [&](int tile) {
     if constexpr (KIND == SCORE_TILES) return (int)short_quotient(tile, tiles_factor);
     const int item = tile * ITEMS + lane % ITEMS;
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
                         }
                       }
         };
-    /* Of many heads four times eight read a tile's rows together. */
+    /* If there are many heads, four times eight of them read a tile's rows together. */
     int h0 = 0;
     constexpr int USED = (1 << ROWS) - 1, TOGETHER = 4;
 #pragma unroll 1
@@ -238,14 +238,14 @@ __device__ __forceinline__ uint32_t above_zero(uint32_t x, __half) {
   const __half2 y = __hmax2_nan((const __half2 &)x, __half2());
   return (const uint32_t &)y;
 }
-/* Eight neighbours of q: the T of them, or as many numbers of q's sum of three bf16 terms. */
+/* Eight neighbours of q, as T or, for a sum of three bf16 terms, as numbers of one term. */
 template <class T, class Q> struct wide_queries {
   uint4 all;
   __device__ __forceinline__ wide_queries(const Q *q, bool inside) : all() {
     if (inside) all = *(const uint4 *)q;
   }
-  /* Calls f(term) with what row `r` of a summary is multiplied with: of two rows, the first is
-   * the least and goes with what is negative. */
+  /* Calls f(term) with the factor of row `r` of a summary. If there are two rows, the first
+   * is the minimum, and its factor is the negative part. */
   template <int ROWS, class F> __device__ __forceinline__ void each_term(int r, F f) const {
     auto part = [&](uint32_t x) {
       if constexpr (ROWS == 1) return x;

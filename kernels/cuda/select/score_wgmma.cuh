@@ -5,12 +5,13 @@
  * consecutive blocks of one (sequence, KV head), so that it splits its queries once: they lie
  * in shared memory as [terms][rows][parts of 64 dims][N][64], swizzled. Two
  * warpgroups each walk over tiles of 64 items, which come in chunks, 64 dims of one row of
- * every item (8 KiB), through a ring of the warpgroup's own. While a chunk is multiplied, its
- * threads ask for the one `stages - 1` later, and the other warpgroup waits, adds or joins.
- * More heads than N take several passes over the thread block's items.
+ * every item (8 KiB), through a ring of the warpgroup's own. While a chunk is multiplied,
+ * its threads begin to copy the one `stages - 1` later, and the other warpgroup waits, adds
+ * or joins. More heads than N take several passes over the thread block's items.
  *
- * The tensor cores truncate sums where they should round. So a chain of sums is one chunk long,
- * or two if q has one term, has the smallest terms first, and is added to others in fp32.
+ * The tensor cores truncate sums instead of rounding them. So a chain of sums is only one
+ * chunk long (two if q has one term), begins with the smallest terms, and is added to other
+ * chains in fp32.
  *
  * For 128 heads of 128 dims a chunk takes 256 cycles of the tensor cores for each term of q,
  * and 410 of memory at 4.6 TB/s on 132 SMs. */
@@ -272,13 +273,13 @@ __global__ void __launch_bounds__(SCORE_WARPGROUPS *WARPGROUP, 1)
       for (int chunk = 0; chunk < chunks; chunk++) {
         copy_wait_ring(stages);
         fence_async();
-        named_sync(1 + mine, WARPGROUP); /* all have it, and have read the one before */
+        named_sync(1 + mine, WARPGROUP); /* all have it, and have read the previous one */
         const uint64_t x = rows_at<128>(ring + stage * SCORE_CHUNK);
         const int matrix = chunk % ROWS * parts + chunk / ROWS;
         uint64_t y = rows_at<128>(q + (plan.terms - 1) * term_bytes + matrix * (N * 128));
         stage = stage + 1 == stages ? 0 : stage + 1;
-        /* Each term has a group of its own: where one group had all, ptxas 13.0 put fences
-         * between products, or serialised them. */
+        /* Each term has a group of its own: with one group for all terms, ptxas 13.0 put
+         * fences between products, or serialised them. */
         bool add = of_chain > 0;
 #pragma unroll 1
         for (int t = 0; t < plan.terms; t++) {
@@ -304,7 +305,7 @@ __global__ void __launch_bounds__(SCORE_WARPGROUPS *WARPGROUP, 1)
         for (int i = 0; i < N / 2; i++)
           all[i] *= other.unscale[i / 4 * 8 + lane % 4 * 2 + i % 2];
       const int known[2] = {look(item0 + lane / 4), look(item0 + lane / 4 + 8)};
-      /* Adds the result of these heads to that of the passes before. */
+      /* Adds the result of these heads to that of the previous passes. */
       auto give = [&](int block, float x, bool has) {
         if (head0 > 0) x = is_max ? fmaxf(scores[block], x) : scores[block] + x;
         if (!is_max && last) x /= group;

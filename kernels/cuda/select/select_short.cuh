@@ -1,17 +1,18 @@
 /* select for rows of up to SHORT_MOST blocks: one thread block per row, which keeps the row in
  * registers. A warp has a contiguous run of the row, so index order needs only ballots and
- * the sums of the warps before.
+ * the sums of earlier warps.
  *   range   the highest and the lowest score that compete
  *   count   a histogram of 2048 equal parts of that range
  *   locate  the bin of the wanted-th score; what earlier bins hold is taken
  *   few     the scores of that bin are all compared with each other, if there are up to FEW.
- *           If there are more, the bin is the range of another turn
+ *           If there are more, the bin is the range of another round
  *   write   the place of each taken block in index order
- * Every turn leaves a smaller range: its two ends fall into different bins, so no bin has all
- * of it. The first turn divides the range of the scores (or of their bit patterns, if that
- * range is above 2^100 or below 2^-100), the next ones that of the bit patterns, three turns
- * at most. Equal scores are replaced by their indices, of which a bin holds few. Every mapping
- * to bins is monotonic, so the result is exact whatever the rounding is.
+ * Every round leaves a smaller range: its two ends fall into different bins, so no bin has
+ * all of it. The first round divides the range of the scores (or of their bit patterns, if
+ * that range is above 2^100 or below 2^-100), later rounds the range of the bit patterns;
+ * there are at most three rounds. Equal scores are replaced by their indices, of which a
+ * bin holds few. Every mapping to bins is monotonic, so the result is exact whatever the
+ * rounding is.
  *
  * The time is latency: 7 barriers for scores that differ, about 20 shuffles and reductions of
  * a warp in a row, and one load from memory that others have written. */

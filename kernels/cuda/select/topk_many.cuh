@@ -1,9 +1,9 @@
 /* topk of rows of i32, and of rows of f32 that are too long for one team: many thread blocks per row, through the
- * workspace. A number and its index make one 64-bit key; a smaller key comes earlier, and no
- * two keys are equal. So the k first are the keys up to the k-th. A radix search of 11 bits
- * at a time finds it, and stops as soon as all keys of a digit are wanted (3 passes without
- * ties). Those k are collected in any order and sorted by a bitonic network, or by their
- * index alone. Reads a up to 5 times without ties.
+ * workspace. A number and its index make one 64-bit key; a smaller key comes earlier, and
+ * no two keys are equal. So the first k are the keys up to the k-th. A radix search of 11
+ * bits at a time finds the k-th key, and stops as soon as all keys of a digit are wanted (3
+ * passes without ties). The k keys are collected in any order and sorted by a bitonic
+ * network, or only by their index. Reads a up to 5 times without ties.
  * Measured: 1 x 2^28, k 64: 1.36 ms; sorting 2^24: 10.8 ms (bytes alone: 78 steps, 7 ms).
  * H100 80GB HBM3, 2026-11-20. */
 #ifndef KVL_CUDA_TOPK_MANY_CUH
@@ -81,7 +81,7 @@ __device__ __forceinline__ uint32_t sum_before(uint32_t x) {
   return sum - x;
 }
 
-/* Adds to the prefix the digit of the wanted-th key. `count` and `s` are shared. Call it
+/* Adds the digit of the wanted-th key to the prefix. `count` and `s` are shared. Call it
  * after a barrier; it ends with one. */
 __device__ __forceinline__ void choose_digit(const uint32_t *count, digit d, search *s) {
   constexpr int own = BINS / THREADS;

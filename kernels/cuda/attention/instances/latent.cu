@@ -1,7 +1,7 @@
 /* Attention over pages whose values are the first numbers of their keys: which kernel takes a
  * call, and its launch. latent.cuh has 16-bit queries on Hopper, over pages of their dtype or of
- * f8_latent with values of 512 numbers; everything else is computed row by row, as
- * paged_mend.cuh does it, and slow. */
+ * f8_latent with values of 512 numbers; everything else is computed row by row, as in
+ * paged_mend.cuh, which is slow. */
 #include "cuda/attention/latent_launch.cuh"
 
 #include "cuda/attention/latent.cuh"
@@ -57,7 +57,7 @@ template <class shape>
 size_t plan_of(const kvl_paged_attention_args &a, int device, int sm_count,
                wgmma_plan &plan) {
   const size_t bytes = plan_wgmma<shape>(a, device, sm_count, plan);
-  /* Boxes bring neighbours, and what no window shows. */
+  /* Boxes also bring neighbouring keys, and keys that no window shows. */
   if (shape::F8 || a.listed || a.window > 0 || a.cache.key.dim % 64) plan.box = 0;
   return bytes;
 }

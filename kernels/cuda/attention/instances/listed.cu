@@ -7,8 +7,8 @@
  *           listed.cuh       the source of keys, and what joins the parts of a list
  * Bytes     2 max_selected head_dim element per token and KV head, once for all heads of the
  *           group, and of int8 the scales, head_dim / 32 bytes of each row, which may take 32
- *           of memory; limit: memory for a few tokens; L2 for those of a prompt, which share
- *           keys
+ *           of memory; limit: memory for a few tokens; L2 for tokens of a prompt, which
+ *           share keys
  * Tolerance as paged_attention.cu
  * Best      32/8 heads, head_dim 128, lists of 2048, a table for each row, L2 flushed. H200,
  *           2026-11-26: bf16 1, 16 and 64 rows 11.8, 38.2 and 119 us, f8e4m3 16 and 64 rows 26.2
@@ -27,8 +27,8 @@ namespace {
 
 using hooked = kvl_hooked_attention_args;
 
-/* How many thread blocks share a list: doubled as long as all of them are on the device at
- * once and each has two tiles. A GPU before Hopper has no clusters. */
+/* How many thread blocks share a list. The number is doubled as long as all of them fit on
+ * the device at once and each has two tiles. A GPU before Hopper has no clusters. */
 int splits_of(const kvl_paged_attention_args &a, int64_t blocks, int tile, int at_once,
               const kvl_cuda_queue *q) {
   int splits = 1;
