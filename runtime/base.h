@@ -39,11 +39,11 @@ typedef enum kvl_dtype {
   KVL_DTYPE_U64 = 7,
 } kvl_dtype;
 
-/* How the numbers of a page of KV memory are stored. A codec that stores them as a dtype
- * does has its number. KVL_CODEC_INT8 stores whole numbers of 8 bits, and beside them a bf16
- * scale for each token and 64 of its numbers. KVL_CODEC_F8_LATENT is for shared values: it
- * stores the value of a token in f8e4m3 with an f32 scale for each 128 of its numbers, and
- * the key's other numbers in bf16. Pages of both are u8 [blocks, bytes]. */
+/* How the numbers of a page of KV memory are stored. A codec that stores them like a dtype
+ * has the number of that dtype. KVL_CODEC_INT8 stores whole numbers of 8 bits, and beside
+ * them a bf16 scale for each token and 64 of its numbers. KVL_CODEC_F8_LATENT is for shared
+ * values: it stores the value of a token in f8e4m3 with an f32 scale for each 128 of its
+ * numbers, and the key's other numbers in bf16. Pages of both are u8 [blocks, bytes]. */
 typedef enum kvl_codec {
   KVL_CODEC_F32 = KVL_DTYPE_F32,
   KVL_CODEC_F16 = KVL_DTYPE_F16,

@@ -55,9 +55,9 @@ const char *kvl_last_error(void);
  * KVL_ERR_INTERRUPTED. It is safe to call this from a signal handler. */
 void kvl_interrupt(int set);
 int kvl_interrupted(void);
-/* Adds `more` to how many holds this thread has. While it has any, kvl_interrupted() is 0 in
- * this thread: what must not stop half-way, such as taking back a failed step, runs to its
- * end, and the interrupt comes after it. Returns the number of holds. */
+/* Adds `more` to how many holds this thread has. While it has any, kvl_interrupted() is 0
+ * in this thread: work that must not stop half-way, such as undoing a failed step, runs to
+ * its end, and the interrupt comes after it. Returns the number of holds. */
 int kvl_interrupt_hold(int more);
 
 /* Makes the n-th allocation from now fail once; 0 disarms it. Only hostile builds can do
@@ -106,10 +106,11 @@ int64_t kvl_bytes_live(void);
  * later work on the stream that it was allocated on. It goes back by itself when an
  * allocation finds no room. */
 int kvl_device_trim(kvl_device *dev);
-/* Limits how many bytes of free storages above 32 MiB stay cached; 0: none. Beyond the limit
- * those that were freed first go back to the device. At first it is half of the device's
- * memory; on the CPU a quarter, whose pages the system may take while they are free. It is
- * less while tensors fill the device (at least an eighth). Errors: INVALID if bytes < 0. */
+/* Limits how many bytes of free storages above 32 MiB stay cached; 0: none. Beyond the
+ * limit, storages that were freed first go back to the device. The default limit is half of
+ * the device's memory; on the CPU it is a quarter, and the system may take these pages
+ * while they are free. The limit is lower while tensors fill the device (at least an
+ * eighth). Errors: INVALID if bytes < 0. */
 int kvl_device_limit_cache(kvl_device *dev, int64_t bytes);
 
 /* kvl_cpu_isa names the instruction set that the CPU kernels use: "plain", "avx2" or
@@ -188,10 +189,10 @@ int kvl_tensor_open(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
 int kvl_tensor_open_pinned(kvl_device *dev, int dtype, int ndim, const int64_t *shape,
                            int huge_pages, kvl_tensor *out);
 int kvl_tensor_is_pinned(const kvl_tensor *t);
-/* frozen 1: nothing will write the tensor any more, nor other tensors of its storage, as is
- * so for a model's weights. Kernels may then read it before the ops before them have ended.
- * Waits until all work on the device has ended. A copy into a frozen tensor is an error, and
- * so is an op whose result it would be; frozen 0 allows them again.
+/* frozen 1 declares that nothing will write the tensor, or other tensors of its storage,
+ * any more; this is true of a model's weights. Kernels may then read it before earlier ops
+ * have ended. Waits until all work on the device has ended. A copy into a frozen tensor is
+ * an error, and so is an op that writes its result to one; frozen 0 allows these again.
  * Errors: INVALID if it is closed, or while a graph is recorded. */
 int kvl_tensor_freeze(const kvl_tensor *t, int frozen);
 int kvl_tensor_is_frozen(const kvl_tensor *t);
@@ -245,7 +246,8 @@ int kvl_binary_scalar(int op, const kvl_tensor *a, double b, const kvl_tensor *o
 /* out = cond ? a : b, where cond is u8 and all four shapes are equal. */
 int kvl_where(const kvl_tensor *cond, const kvl_tensor *a, const kvl_tensor *b,
               const kvl_tensor *out);
-/* The same, where a side that is NULL is a number, converted to out's dtype. */
+/* The same, where an operand that is NULL is replaced by a number, converted to out's
+ * dtype. */
 int kvl_where_scalar(const kvl_tensor *cond, const kvl_tensor *a, double a_value,
                      const kvl_tensor *b, double b_value, const kvl_tensor *out);
 /* ---- copies with another shape: any dtype; out may not share memory with a */
@@ -367,7 +369,7 @@ int kvl_linear_parts(const kvl_tensor *x, const kvl_tensor *norm, double eps,
  *  x          f32 f16 bf16  [tokens, heads, head_dim]
  *  positions  i32           [tokens]
  *  inv_freq   f32           [pairs]      first + 2 * pairs <= head_dim
- *  first      0 where heads turn from their first number on */
+ *  first      0 if heads are rotated from their first number on */
 int kvl_rope(const kvl_tensor *x, const kvl_tensor *positions, const kvl_tensor *inv_freq,
              int64_t first);
 /* out = silu(gate) * up, all f32, f16 or bf16 [rows, dim] with equal shapes and dtypes. */
@@ -387,15 +389,15 @@ int kvl_pool_open(int blocks, int block_size, int watermark, kvl_pool **out);
 void kvl_pool_close(kvl_pool *pool);
 int kvl_pool_blocks_free(const kvl_pool *pool);
 
-/* What steps that fail take and give back counts in blocks_peak; an eviction that is taken
- * back does not count in blocks_evicted. */
+/* Blocks of steps that fail count in blocks_peak; an eviction that is undone does not count
+ * in blocks_evicted. */
 typedef struct kvl_pool_stats {
   int64_t blocks_held;    /* now */
   int64_t blocks_peak;    /* the most at once, since open or kvl_pool_reset_peak */
   int64_t blocks_evicted; /* that evictions gave back, less those that they took */
 } kvl_pool_stats;
 int kvl_pool_stats_get(const kvl_pool *pool, kvl_pool_stats *out);
-/* blocks_peak begins again with what is held now. */
+/* Starts blocks_peak again from what is held now. */
 int kvl_pool_reset_peak(kvl_pool *pool);
 
 /* The number of references to a block. Errors: INVALID if the block is out of range. */
@@ -412,9 +414,10 @@ int kvl_pool_release(kvl_pool *pool, int block);
 int kvl_sequence_open(kvl_pool *pool, int layers, int heads, kvl_sequence **out);
 /* Opens a sequence of the same tokens that shares every block with seq. */
 int kvl_sequence_fork(kvl_sequence *seq, kvl_sequence **out);
-/* Lengthens a sequence of whole blocks by n full blocks in each cut that somebody else holds
- * already; it shares them. blocks: i32[cuts, n]. Errors: INVALID if the sequence's length is
- * not a multiple of block_size, or a block is free or out of range; NO_MEMORY. */
+/* Lengthens a sequence of whole blocks by n full blocks in each cut. Another holder has
+ * these blocks already; the sequence shares them. blocks: i32[cuts, n]. Errors: INVALID if
+ * the sequence's length is not a multiple of block_size, or a block is free or out of
+ * range; NO_MEMORY. */
 int kvl_sequence_share(kvl_sequence *seq, const int32_t *blocks, int n);
 /* Closes the sequence and drops its references to blocks. NULL is allowed. */
 void kvl_sequence_close(kvl_sequence *seq);
@@ -426,13 +429,13 @@ int kvl_sequence_held(const kvl_sequence *seq, int cut);
  * none.
  *  seqs    n different sequences of one pool, with the same numbers of layers and heads
  *  tokens  i32[n]
- *  replaces  whether sequences that hold as many tokens as they may (kvl_sequence_keep) hold
- *          no more: a new token, one at most, takes another one's place. 0: they hold all
- *          new tokens, of a prompt, and the caps end with them
+ *  replaces  whether sequences that hold as many tokens as they may (kvl_sequence_keep)
+ *          hold no more: a new token (at most one) replaces another. 0: they hold all new
+ *          tokens, those of a prompt, and the caps no longer apply
  *  places  i64[layers, heads * sum of tokens]
- *                              place (block * block_size + offset) of each new token; those
- *                              of a sequence follow those of the one before, head after head.
- *                              -1 in a cut that is full: the token takes another one's place
+ *                              place (block * block_size + offset) of each new token,
+ *                              sequence after sequence and head after head. -1 in a cut
+ *                              that is full: the token replaces another
  *  copies  i32[2 * n * cuts]   pairs (from, to): a last block that was shared and partly full
  *                              was replaced; copy its memory before you append
  * Returns the number of pairs. Errors: INVALID, NO_BLOCKS, NO_MEMORY. */
@@ -441,8 +444,8 @@ int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n
 /* Shortens the sequence to `length` tokens and frees the blocks past them. Errors: INVALID if
  * other tokens were evicted since. */
 int kvl_sequence_truncate(kvl_sequence *seq, int length);
-/* Takes back an append: shortens sequence i to lengths[i] tokens, its length before, and
- * puts each shared block back in the place of its copy.
+/* Undoes an append: shortens sequence i to lengths[i] tokens, its former length, and puts
+ * each shared block back in place of its copy.
  *  seqs     n sequences of the append
  *  lengths  i32[n]
  *  copies   i32[2 * pairs]  the pairs that the append wrote; the caller has held every
@@ -450,22 +453,22 @@ int kvl_sequence_truncate(kvl_sequence *seq, int length);
  * Errors: INVALID; then nothing has changed. */
 int kvl_sequences_rewind(kvl_sequence *const *seqs, const int32_t *lengths, int n,
                          const int32_t *copies, int pairs);
-/* Evicts tokens for good. Cut c keeps kept[c] of its tokens, and holds at most caps[c] from now
- * on: tokens that are appended later take the places of others. Where it keeps fewer than it
- * holds, it gets new blocks, whose memory the caller fills; the old ones belong to `before`,
- * which the caller closes when the eviction is final, or gives to kvl_sequence_restore. May
- * take blocks of the watermark. The text keeps its length. Errors: INVALID, NO_BLOCKS,
- * NO_MEMORY; then nothing has changed. */
+/* Evicts tokens for good. Cut c keeps kept[c] of its tokens, and holds at most caps[c] from
+ * now on: tokens that are appended later replace others. A cut that keeps fewer tokens than
+ * it holds gets new blocks, whose memory the caller fills. The old blocks belong to
+ * `before`, which the caller closes when the eviction is final, or gives to
+ * kvl_sequence_restore. May take blocks of the watermark. The length of the text does not
+ * change. Errors: INVALID, NO_BLOCKS, NO_MEMORY; then nothing has changed. */
 int kvl_sequence_keep(kvl_sequence *seq, const int32_t *kept, const int32_t *caps,
                       kvl_sequence **before);
-/* Takes an eviction back, once all that came after it is taken back. Close `before` then.
+/* Undoes an eviction, after everything that came after it was undone. Close `before` then.
  * Errors: INVALID. */
 int kvl_sequence_restore(kvl_sequence *seq, kvl_sequence *before);
-/* How many blocks the cut that holds most would have after an append of `tokens` tokens. */
+/* How many blocks the largest cut would have after an append of `tokens` tokens. */
 int kvl_sequence_grown(const kvl_sequence *seq, int tokens, int replaces);
-/* Replaces at most `room` blocks that others have, too, by new ones: copies gets pairs (from,
- * to), whose memory the caller copies. Returns how many: if `room`, there may be more. Errors:
- * NO_BLOCKS, after which `copies` is not known: close the sequence. */
+/* Replaces at most `room` blocks that are shared by new ones: copies gets pairs (from, to),
+ * whose memory the caller copies. Returns how many pairs there are; if it is `room`, there
+ * may be more. Errors: NO_BLOCKS, after which `copies` is not known: close the sequence. */
 int kvl_sequence_unshare(kvl_sequence *seq, int32_t *copies, int room);
 /* Writes the block table of a cut, padded with -1 to `width`. Returns how many blocks it has.
  * Errors: INVALID if the table is longer. */
@@ -476,18 +479,19 @@ int kvl_sequence_table(const kvl_sequence *seq, int cut, int32_t *row, int width
  * a table's end are undefined. Errors: INVALID, NO_MEMORY. */
 int kvl_tables_open(int layers, int heads, int seqs, int width, kvl_tables **out);
 void kvl_tables_close(kvl_tables *tables);
-/* Writes what must change on the device for a step of n sequences: at most `room` numbers of
- * entries, and their blocks. Returns how many it wrote: if `room`, there may be more, which
- * the next call writes. Errors: INVALID. */
+/* Writes what must change on the device for a step of n sequences: at most `room` numbers
+ * of entries, and their blocks. Returns how many it wrote; if it is `room`, there may be
+ * more, which the next call writes. Errors: INVALID. */
 int kvl_tables_update(kvl_tables *tables, kvl_sequence *const *seqs, int n, int32_t *where,
                       int32_t *to, int room);
-/* Nothing is known of what is on the device: updates were lost. */
+/* Forgets what is on the device, because updates were lost. */
 void kvl_tables_forget(kvl_tables *tables);
 /* Describes a step after its append of tokens[i] to sequence i, layer after layer.
  *  lens                  i32[layers, n * heads]  tokens that are held
  *  blocks, block_tokens  i32[layers, touched]    blocks that got tokens, and how many valid
- *                        tokens each has. For each sequence and head there are as many as its
- *                        new tokens can lie in, the last several times if they lie in fewer
+ *                        tokens each has. For each sequence and head there are as many as
+ *                        its new tokens can lie in; if they lie in fewer, the last block is
+ *                        repeated
  * Errors: INVALID if touched is less than that. */
 int kvl_sequences_step(kvl_sequence *const *seqs, const int32_t *tokens, int n, int touched,
                        int32_t *lens, int32_t *blocks, int32_t *block_tokens);
@@ -507,11 +511,10 @@ int kvl_sequences_step(kvl_sequence *const *seqs, const int32_t *tokens, int n, 
  * A format may say that a value is the first value_dim numbers of its key, as that of a latent
  * is (is_shared). Its pages hold keys alone, of f32, f16, bf16 or f8_latent; key_dim and
  * value_dim are multiples of 8 (value_dim of 16 for f8_latent, whose memory is u8), key_dim up
- * to 576. kvl_append_kv, kvl_rope_append, kvl_read_blocks and
- * kvl_paged_attention without a hook take such pages; value_dim is the length of what they
- * give. So do the ops that move blocks, the hot cache, and summaries and scores, which read
- * keys alone (hashes with a key_dim of up to 256, and not of f8_latent). Other ops refuse
- * them.
+ * to 576. kvl_append_kv, kvl_rope_append, kvl_read_blocks and kvl_paged_attention without a
+ * hook take such pages; their results have the length value_dim. The ops that move blocks,
+ * the hot cache, and summaries and scores, which read only keys, take such pages, too
+ * (hashes need a key_dim of up to 256, and not f8_latent). Other ops refuse them.
  *
  * cache, q, k, v, out and summary begin at a multiple of 16 bytes.
  *
@@ -523,7 +526,7 @@ int kvl_sequences_step(kvl_sequence *const *seqs, const int32_t *tokens, int n, 
 /* The bytes of a page. Errors: INVALID if there can be no such pages; the words say why. */
 int64_t kvl_format_bytes_page(const kvl_format *format);
 
-/* What kernels from Lua get instead of a cache and its format. Errors: INVALID. */
+/* The struct that kernels from Lua get instead of a cache and its format. Errors: INVALID. */
 int kvl_pages_of(const kvl_tensor *cache, const kvl_format *format, kvl_pages *out);
 
 /* cache[place] = k, v. A token whose place is < 0 is skipped.
@@ -533,10 +536,10 @@ int kvl_pages_of(const kvl_tensor *cache, const kvl_format *format, kvl_pages *o
 int kvl_append_kv(const kvl_tensor *k, const kvl_tensor *v, const kvl_tensor *places,
                   const kvl_tensor *cache, const kvl_format *format);
 /* kvl_rope of q and k and then kvl_append_kv, in one launch and with the same bits as the
- * two. Where values are the first numbers of their keys, the numbers behind the values turn
- * (first = value_dim), else those from 0 on. q is rotated in place. k is rotated on its way
- * into the cache; the arguments k and v stay as they are. No two tokens may have the same
- * place. There are at most 128 pairs.
+ * two. Where values are the first numbers of their keys, the numbers behind the values are
+ * rotated (first = value_dim), else those from 0 on. q is rotated in place. k is rotated on
+ * its way into the cache; the arguments k and v stay as they are. No two tokens may have
+ * the same place. There are at most 128 pairs.
  *  q                    like k  [tokens, heads, head_dim]
  *  k, v, places         as for kvl_append_kv
  *  positions, inv_freq  as for kvl_rope */
@@ -592,18 +595,18 @@ int kvl_read_blocks(const kvl_tensor *cache, const kvl_format *format,
  * tree       u64  [tokens, words], words 1 or 2: which of the newest keys of its sequence each
  *                  row sees, when these are the tokens of a draft tree. Bit i (bit i % 64 of
  *                  word i / 64) stands for the key at index lens[s] - 1 - i; 0 hides it.
- *                  Keys further back than that are not hidden. NULL: no tree. A tree goes
+ *                  Keys further back than that are not hidden. NULL: no tree. A tree works
  *                  neither with alibi nor with a window, because the positions of its tokens
  *                  are not known here
  * A row that sees no key gets out 0 and lse -inf.
  *
  * hook: NULL, or code that changes the scores before the softmax (kvl_code_open). Its
  * `hook_bytes` bytes of arguments are copied; it reads `hook_tensors_count` tensors. With
- * hook_only_keeps it changes no score, and is there because scores are kept.
+ * hook_only_keeps, it changes no score, and is needed only because scores are stored.
  *  scores     f32  [tokens, heads, max_blocks * block_size]  receives the scores that the
- *                  softmax saw, by the index of their key; places of keys that a row does
- *                  not see keep what they had, or not. NULL: they are not kept. A GPU keeps
- *                  them in decode alone, and with a hook */
+ *                  softmax saw, by the index of their key; for keys that a row does not
+ *                  see, the contents are undefined. NULL: they are not stored. A GPU stores
+ *                  them only in decode, and with a hook */
 typedef struct kvl_attention {
   const kvl_tensor *q, *cache, *tables, *lens, *starts, *selection, *listed, *slots, *alibi;
   const kvl_tensor *prev_out, *prev_lse, *out, *lse, *scores, *tree;
@@ -750,12 +753,12 @@ int kvl_trim_selection(const kvl_tensor *weights, const kvl_tensor *lens, int bl
 int kvl_copy_tokens(const kvl_tensor *src, const kvl_tensor *from, const kvl_tensor *dst,
                     const kvl_tensor *to, const kvl_format *format);
 
-/* Finds where a step's new tokens go, one for each row, after the append. Where wanted is a
- * place, the row has room: the new token is its last, of index lens - 1. Where it is negative,
- * the row is full: the new token takes the place of the one with the lowest score, of equal
- * scores the one that comes first in the text. NaN counts as the lowest score. The tokens at
- * positions below `sink` and the newest `recent`, the new one included, stay as long as there
- * are others.
+/* Finds the places of a step's new tokens, one for each row, after the append. If wanted is
+ * a place, the row has room: the new token is its last, with index lens - 1. If it is
+ * negative, the row is full: the new token replaces the one with the lowest score; among
+ * equal scores, the one that comes first in the text. NaN counts as the lowest score. The
+ * tokens at positions below `sink` and the newest `recent`, the new one included, stay as
+ * long as there are others.
  *  scores        f32  [rows, n]  NULL: the positions, so that the oldest token goes
  *  score_firsts  i32  [rows, 1]  NULL, or scores is [1, n], and those of row r begin at
  *                                 score_firsts[r]
@@ -766,11 +769,11 @@ int kvl_copy_tokens(const kvl_tensor *src, const kvl_tensor *from, const kvl_ten
  *  lens, now     i32  [rows]      tokens that a row holds; the new token's position
  *  wanted        i64  [rows]      as kvl_sequences_append wrote it
  *  index         i32  [rows]      the new token's index
- *  replaced      f32  [rows]      the position that stood there before
+ *  replaced      f32  [rows]      the former position there
  *  places        i64  [rows]
  *  blocks        i32  [rows]      the block that the new token lies in
  *  block_tokens  i32  [rows]      valid tokens in it
- *  cache, saved  like a cache, or as format says; saved may be NULL. The token that stood at
+ *  cache, saved  like a cache, or as format says; saved may be NULL. The former token at
  *                places[r] is copied to token r of saved, as kvl_copy_tokens does */
 typedef struct kvl_replacement {
   const kvl_tensor *scores, *score_firsts, *positions, *firsts, *tables, *lens, *now;
@@ -782,15 +785,15 @@ typedef struct kvl_replacement {
 } kvl_replacement;
 int kvl_replace(const kvl_replacement *call);
 
-/* Sets rows of numbers in a memory, or adds to them, and keeps what stood there: before[r][i] =
- * memory[firsts[r] + i], which becomes values[r][i] or, with is_add, the sum of both. A number
- * that lies outside of the memory is skipped. No two rows may overlap.
+/* Sets rows of numbers in a memory, or adds to them, and saves the old numbers:
+ * before[r][i] = memory[firsts[r] + i], which becomes values[r][i] or, with is_add, the sum
+ * of both. A number that lies outside of the memory is skipped. No two rows may overlap.
  *  memory  f32  [1, cells]
  *  firsts  i32  [rows, 1]
  *  values  f32  [rows, n]
  *  fresh   i32  [rows, 1]  NULL, or with is_add: memory[firsts[r] + fresh[r]] counts as
  *                          `initial` in the sum, whatever it is; -1 for none
- *  before  f32  [rows, n]  NULL: nothing is kept */
+ *  before  f32  [rows, n]  NULL: nothing is saved */
 int kvl_update_rows(const kvl_tensor *memory, const kvl_tensor *firsts,
                     const kvl_tensor *values, int is_add, const kvl_tensor *fresh,
                     double initial, const kvl_tensor *before);
@@ -895,8 +898,8 @@ int kvl_topk_transform(const kvl_tensor *logits, const kvl_tensor *starts,
 int kvl_transform_indices(const kvl_tensor *indices, const kvl_tensor *lens,
                           const kvl_transform *transform, const kvl_tensor *out);
 /* A running top-k, for rows that are never in memory as a whole. It merges the columns first
- * ... first + n - 1 with the k largest logits of the columns before them. What was kept
- * before is not read where first is 0.
+ * ... first + n - 1 with the k largest logits of the columns before them. If first is 0,
+ * the kept values and indices are not read.
  *  logits           f32 bf16  [rows, n]
  *  starts, lens     i32  [rows]     in columns of the whole row; starts may be NULL
  *  kept_values      f32  [rows, k]  result of the call before; anything when first is 0
@@ -1143,9 +1146,9 @@ int kvl_ring_trace_get(kvl_ring *ring, kvl_span *out, int n);
  *                 meaningful uses and age. Either tensor may also be the priority
  *  by_token  1: a slot holds one token instead of a block. Slot s is the token at offset
  *            s % block_size of block s / block_size of memory. Wherever these functions say
- *            block of the host tier, token block * block_size + offset is meant, and selections
- *            have indices of tokens, in any order, instead of logical blocks. Only kvl_hot_drop
- *            takes blocks all the same. No int8 */
+ *            block of the host tier, token block * block_size + offset is meant, and
+ *            selections have indices of tokens, in any order, instead of logical blocks.
+ *            Only kvl_hot_drop still takes blocks. No int8 */
 typedef struct kvl_hot {
   const kvl_tensor *memory, *slot_of, *block_of, *order, *priority, *counters, *ahead;
   const kvl_tensor *uses, *age;
@@ -1218,9 +1221,9 @@ int kvl_block_keys(const char *model, const kvl_key *parent, const int32_t *toke
 
 typedef struct kvl_store kvl_store;
 
-/* The counters count from open and for this handle. bytes_held and records cover the whole
- * store, whoever put the records. Bytes are those of the blocks, without what a store adds
- * to them. */
+/* The counters count since open, for this handle. bytes_held and records cover the whole
+ * store, including records of other handles. Bytes are those of the blocks, without what a
+ * store adds to them. */
 typedef struct kvl_store_stats {
   int64_t hits, misses, puts, evictions;
   int64_t damaged; /* records that differ from what was put; also misses */
@@ -1259,7 +1262,7 @@ int kvl_store_get(kvl_store *store, const kvl_key *key, int part, void *bytes, i
 int kvl_store_find(kvl_store *store, const kvl_key *keys, int n, int part, uint8_t *found);
 /* Removes a record. Returns 1, or 0 if there was none. Errors: INVALID. */
 int kvl_store_remove(kvl_store *store, const kvl_key *key, int part);
-/* Makes records of an lmdb store that were put before survive a power failure. It does
+/* Syncs an lmdb store, so that earlier records survive a power failure. It does
  * nothing for other stores. Errors: INVALID, IO. */
 int kvl_store_sync(kvl_store *store);
 int kvl_store_stats_get(kvl_store *store, kvl_store_stats *out);
@@ -1274,8 +1277,9 @@ int kvl_store_problem(kvl_store *store, char *text, int size);
  * worker thread takes the first task and reads its records layer by layer, so that layer 0
  * of all its blocks comes first. It copies them to the device on a queue of its own while it
  * reads on. If the host can write to the memory (pinned memory and the CPU's), it reads
- * directly into it. A task writes only after all work that streams which use the memory got
- * before the task was submitted. Whoever reads the blocks must wait for the task's ticket.
+ * directly into it. A task writes only after all work that was given, before its
+ * submission, to streams that use the memory. Code that reads the blocks must wait for the
+ * task's ticket.
  *
  * It is no error if a key lacks the record of a layer: its block is then missing, and the
  * contents of its memory mean nothing. If the store or the device fails, the task fails, and
@@ -1347,7 +1351,7 @@ typedef struct kvl_prefetch_stats {
   int64_t hits, misses;          /* records found; keys that lacked a record */
   int64_t bytes;                 /* read */
   int64_t waits;                 /* calls that waited for a ticket or a layer */
-  double us_stalled;             /* the time that the host spent in them */
+  double us_stalled;             /* the time that the host spent in these waits */
   int64_t pending, pending_peak; /* tasks waiting in the queue */
 } kvl_prefetch_stats;
 int kvl_prefetch_stats_get(kvl_prefetch *prefetch, kvl_prefetch_stats *out);
@@ -1486,7 +1490,7 @@ int kvl_gguf_read(const kvl_gguf *file, int index, const kvl_tensor *t);
 typedef struct kvl_http kvl_http;
 typedef struct kvl_http_exchange kvl_http_exchange;
 
-/* Why a request is turned away before the caller sees it. Its connection then ends.
+/* Why a request is refused before the caller sees it. Its connection then ends.
  * ORDER kvl_http_early */
 enum {
   KVL_HTTP_TOO_MANY,          /* 503: a connection beyond the limit */
@@ -1505,13 +1509,12 @@ typedef struct kvl_http_options {
   int32_t port;        /* 0: any that is free */
   int32_t connections; /* at once. A request of the next few is turned away, and what is
                         * beyond these is closed at once */
-  int64_t bytes_body;  /* of a request; what announces more is turned away before it is read,
-                        * what turns out to be longer when it is */
+  int64_t bytes_body;  /* of a request; a request that announces more is refused before its
+                        * body is read, and one that turns out to be longer while it is read */
   int64_t us_arrival;  /* a request must be there so long after its connection, or after
                         * the answer before it */
-  int64_t us_taking;   /* how long a client may take nothing of an answer */
-  const char *early[KVL_HTTP_EARLY]; /* the bodies of the answers to what is turned away,
-                                      * JSON */
+  int64_t us_taking;   /* how long a client may read nothing of an answer */
+  const char *early[KVL_HTTP_EARLY]; /* the bodies of the answers to refused requests, JSON */
 } kvl_http_options;
 
 /* Texts are "" where the request has no such header. All are valid until the exchange is
@@ -1539,13 +1542,13 @@ typedef struct kvl_http_stats {
 /* Errors: INVALID for options; UNSUPPORTED where there is no libmicrohttpd, with the name of
  * its package; IO if the address and port cannot be listened on; NO_MEMORY. */
 int kvl_http_open(const kvl_http_options *options, kvl_http **out);
-/* Sends what was answered, for a second at most, and ends all connections. */
+/* Sends finished answers, for a second at most, and ends all connections. */
 void kvl_http_close(kvl_http *http);
 int kvl_http_port(const kvl_http *http);
 int kvl_http_stats_get(kvl_http *http, kvl_http_stats *out);
 /* Takes the request that arrived first. Returns 1, or 0 if none arrives within timeout_us.
- * Call it often, also with 0: it is what ends connections that are too slow. Errors:
- * INTERRUPTED. */
+ * Call it often, also with timeout 0, because it also ends connections that are too slow.
+ * Errors: INTERRUPTED. */
 int kvl_http_next(kvl_http *http, int64_t timeout_us, kvl_http_exchange **out);
 
 int kvl_http_exchange_request(const kvl_http_exchange *exchange, kvl_http_request *out);
@@ -1560,8 +1563,8 @@ int kvl_http_exchange_begin(kvl_http_exchange *exchange, const char *type);
 int kvl_http_exchange_send(kvl_http_exchange *exchange, const char *bytes, int64_t count);
 /* 1 when the client has closed its connection, or its sending half of it; else 0. */
 int kvl_http_exchange_is_gone(kvl_http_exchange *exchange);
-/* The body is complete, and the caller uses the exchange no more. Without an answer, the
- * connection is closed. */
+/* Declares the body complete; the caller must not use the exchange any more. Without an
+ * answer, the connection is closed. */
 void kvl_http_exchange_close(kvl_http_exchange *exchange);
 
 /* ffi:end */

@@ -52,7 +52,8 @@ char *kvlab_prompt_of(void *editor) {
   return kvlab_prompt;
 }
 
-/* Functions of libkvlab, which is opened here and not linked: what it needs is set up first. */
+/* Functions of libkvlab. The library is opened here and not linked, because its environment
+ * must be set up first. */
 static struct {
   void (*interrupt)(int set);
   int (*interrupted)(void);
@@ -66,7 +67,7 @@ static lua_State *interrupt_target;
  * so that a pcall in a script's loop cannot swallow Ctrl-C. */
 static void interrupt_hook(lua_State *L, lua_Debug *where) {
   (void)where;
-  if (library.interrupt_hold(0) > 0) { /* what runs must come to its end first */
+  if (library.interrupt_hold(0) > 0) { /* what runs now must end first */
     lua_sethook(L, interrupt_hook, LUA_MASKCOUNT, 1000);
     return;
   }
@@ -207,9 +208,10 @@ static const char *open_library(void) {
  *   OMP_WAIT_POLICY    Threads that wait between two parallel loops should sleep. libgomp lets
  *                      them spin for milliseconds, and then anything else that runs on the
  *                      machine makes a prefill up to 8 times slower (notes/).
- *   OPENBLAS_CORETYPE  For a processor that is newer than itself OpenBLAS takes kernels that
- *                      may be 5 times slower than those for its instruction sets. What it takes
- *                      is known only when it is loaded, so this starts the program once more. */
+ *   OPENBLAS_CORETYPE  For a processor that is newer than itself, OpenBLAS takes kernels
+ *                      that may be 5 times slower than those for its instruction sets. What
+ *                      it takes is known only when it is loaded, so this starts the program
+ *                      once more. */
 static const char *open_with_environment(char **argv) {
   if (!getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT"))
     setenv("OMP_WAIT_POLICY", "passive", 1);
@@ -220,8 +222,9 @@ static const char *open_with_environment(char **argv) {
   return problem;
 }
 
-/* Opens /dev/null in place of each standard descriptor that is closed: for what the others
- * do not do, so that reading or writing it is an error. Messages to stderr are lost. */
+/* Opens /dev/null in place of each standard descriptor that is closed: opened for the
+ * direction that the descriptor is not used for, so that reading or writing it is an error.
+ * Messages to stderr are lost. */
 static int open_standard_descriptors(void) {
   static const int modes[] = {O_WRONLY, O_RDONLY, O_RDWR};
   for (int fd = 0; fd < 3; fd++)

@@ -10,9 +10,10 @@
 #include "args/elementwise.h"
 #include "core/allocator.h"
 
-/* Half of a GPU's memory may stay cached: a result is seldom larger than what it is computed
- * from. Host memory is shared with everything else on the machine, so it is a quarter there,
- * and the system may take the pages of free large storages while nobody uses them (cool). */
+/* Half of a GPU's memory may stay cached, because a result is seldom larger than its
+ * inputs. Host memory is shared with everything else on the machine, so it is a quarter
+ * there, and the system may take the pages of free large storages while nobody uses them
+ * (cool). */
 void kvl__allocator_open(kvl_device *dev) {
   int64_t unused, total = 0;
   if (dev->backend->memory(dev->ctx, &unused, &total) < 0) total = 0;
@@ -76,8 +77,8 @@ static void cool(kvl_storage *s) {
 
 /* ---- memory of a recorded step -------------------------------------------------------- */
 
-/* 1 when the recording takes over the last reference of `s` until its end, because s is older
- * and work outside the recording may still use it. */
+/* 1 when the recording takes over the last reference to `s` until the recording ends,
+ * because s is older and work outside the recording may still use it. */
 static int defers(kvl_storage *s) {
   struct kvl__recording *r = s->device->recording;
   if (s->recording == r) return 0;
@@ -94,7 +95,7 @@ void kvl__recording_begin(kvl_device *dev, struct kvl__recording *r) {
   dev->recording = r;
 }
 
-/* What the step freed is in r->storages, too, and nobody else may have it. */
+/* Storages that the step freed are in r->storages, too, and no other work may get them. */
 void kvl__recording_end(kvl_device *dev, struct kvl__recording *r) {
   for (int i = 0; i < KVL__STREAMS_MAX; i++)
     for (int c = 0; c < KVL__SIZE_CLASSES; c++)
@@ -146,9 +147,9 @@ static kvl_storage *take_free(kvl_device *dev, int size_class, size_t bytes, int
   return s;
 }
 
-/* Memory that comes from the device. When there is no room, all that is free goes back first
- * (not while a step is recorded: work that is under way cannot be waited for then), and the
- * device is asked for no more than is needed. */
+/* Memory that comes from the device. When there is no room, all free memory goes back
+ * first, and the device is asked for no more than is needed. While a step is recorded,
+ * nothing goes back, because running work cannot be waited for then. */
 static kvl_storage *take_new(kvl_device *dev, int size_class, size_t bytes) {
   kvl_storage *s = kvl__malloc(sizeof *s, "a tensor's storage");
   if (!s) return NULL;

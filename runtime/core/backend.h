@@ -57,13 +57,14 @@ typedef struct kvl_backend {
 
   /* Machine code that was compiled at run time: a shared library (CPU) or a cubin. code_open
    * copies the image. code_launch runs its entry kvl_code; the grid is the GPU's. code_hook
-   * is what a hook is to the op (kernels/hook.h); NULL: it is a kernel. */
+   * returns the hook in the form that the op takes (kernels/hook.h); NULL: the code is a
+   * kernel. */
   int (*code_open)(void *ctx, const void *image, size_t bytes, void **out);
   void (*code_close)(void *code);
   void *(*code_hook)(void *code);
   int (*code_launch)(void *ctx, void *queue, void *code, const void *args, size_t size,
                      const kvl_grid *grid);
-  /* What NVRTC calls the device ("sm_90a"), or the CPU's instruction set. */
+  /* NVRTC's name of the device ("sm_90a"), or the CPU's instruction set. */
   int (*target)(void *ctx, char *text, size_t size);
 
   /* Between begin and end, work that is submitted to `queue`, and to queues that wait for a
@@ -75,7 +76,7 @@ typedef struct kvl_backend {
   int (*graph_launch)(void *ctx, void *graph, void *queue);
   void (*graph_close)(void *ctx, void *graph);
 
-  /* What the backend was built from, and with which BLAS, behind the library's own text. */
+  /* Appends to the library's own text what the backend was built from, and with which BLAS. */
   const char *(*build)(void);
   const char *(*last_error)(void); /* the driver's words for this thread's last failure */
 } kvl_backend;

@@ -1,11 +1,11 @@
 /* Small storages, up to BYTES_SMALL_MAX, have four classes of sizes per octave, and each is a
  * piece of device memory of its own. Larger ones are pieces of segments, of which the device
- * gives one at a time. A large request takes the free piece that fits it best. What is left
- * over is cut off as a piece of its own if it is more than BYTES_SMALL_MAX; if it is less, it
- * stays unused, unless that is more than an eighth of the request: then the piece does not
+ * gives one at a time. A large request takes the free piece that fits it best. The rest of
+ * the piece is cut off as a piece of its own if it is more than BYTES_SMALL_MAX. A smaller
+ * rest stays unused; but if it is more than an eighth of the request, the piece does not
  * fit. Pieces that are free join with free neighbours. Only a whole segment can go back to
- * the device, so segments of more than a sixteenth of its memory are never cut: a small
- * tensor that lives long would keep all of it.
+ * the device, so segments of more than a sixteenth of the device's memory are never cut: a
+ * small tensor that lives long would hold the whole segment.
  *
  * A new segment is rounded up to a sixteenth of the next power of two below it, at most
  * 64 MiB. So a result that grows with every step asks the device for one segment per
@@ -88,7 +88,8 @@ static int can_cut(const kvl_storage *s, size_t rest) {
   return rest > BYTES_SMALL_MAX && segment <= (size_t)dev->bytes_total / CUT_MOST;
 }
 
-/* Cuts s after `bytes` bytes. Without memory for the other piece's record s stays whole. */
+/* Cuts s after `bytes` bytes. If there is no memory for the record of the second piece, s
+ * stays whole. */
 static void cut(kvl__free_lists *lists, kvl_storage *s, size_t bytes) {
   kvl_storage *rest = malloc(sizeof *rest);
   if (!rest) return;
@@ -107,8 +108,8 @@ static void cut(kvl__free_lists *lists, kvl_storage *s, size_t bytes) {
   link(lists, rest);
 }
 
-/* b, which lies behind a and is in no list, becomes a part of it. The list of a recording
- * still has b's record; there it is only one without memory. */
+/* Makes b a part of a; b lies behind a and is in no list. If the list of a recording still
+ * has b's record, this is then a record without memory. */
 static void join(kvl_storage *a, kvl_storage *b) {
   a->bytes += b->bytes;
   a->after = b->after;

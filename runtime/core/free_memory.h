@@ -16,7 +16,8 @@ struct kvl_storage {
   kvl_storage *recording_next;
   void *ptr;
   size_t bytes;
-  size_t counted; /* as live: of a large one what was asked for, not what it has */
+  size_t counted; /* as live: for a large storage the requested bytes, not those of its
+                   * piece */
   kvl_storage *before, *after; /* the neighbours of a piece of a segment, by address */
   kvl_storage *next;           /* in a free list */
   uint64_t used;
@@ -27,8 +28,8 @@ struct kvl_storage {
 
 /* Memory that a step allocates while it is recorded stays with the graph, because replays
  * write there. During the recording the device's free lists are set aside. The step takes
- * memory that it freed itself, else what was free on its stream before, which from then on
- * is the graph's, else fresh memory. */
+ * memory that it freed itself; otherwise memory that was free on its stream before, which
+ * then belongs to the graph; otherwise fresh memory. */
 struct kvl__recording {
   kvl_graph *graph;
   int stream;            /* the one that it began on */
@@ -50,8 +51,8 @@ size_t kvl__free_round(size_t bytes, int *size_class);
 size_t kvl__free_segment_bytes(size_t bytes, int size_class);
 
 /* Takes a storage of at least `bytes` bytes out of the lists of a stream; NULL if none fits.
- * A large one is cut if that leaves a piece worth keeping. loose: any that is large enough,
- * however much of it stays unused, because the device has no more. */
+ * A large one is cut if that leaves a piece worth keeping. loose: takes any that is large
+ * enough, however much of it stays unused, because the device has no more memory. */
 kvl_storage *kvl__free_take(kvl__free_lists *lists, int stream, int size_class, size_t bytes,
                             int loose);
 /* Puts a storage that nobody refers to into the lists, and joins it with free neighbours. */
@@ -60,10 +61,10 @@ void kvl__free_put(kvl__free_lists *lists, kvl_storage *s);
 /* Returns the storage, which is in no list, to the device. */
 void kvl__free_drop(kvl_storage *s);
 /* Returns the free segments of a stream (-1: of all) to the device; `large_only` leaves the
- * small classes. Waits for the streams. What is a part of a segment in use stays. */
+ * small classes. Waits for the streams. Pieces of a segment that is in use stay. */
 void kvl__free_trim(kvl_device *dev, int stream, int large_only);
-/* Returns free segments, the one that was freed first before the others, until no more than
- * the device may keep are free. */
+/* Returns free segments, those that were freed first before others, until at most the bytes
+ * that the device may keep are free. */
 void kvl__free_limit(kvl_device *dev);
 
 #endif

@@ -35,7 +35,7 @@ int kvl__fail(int status, const char *format, ...) __attribute__((format(printf,
 
 /* Records that `function` got NULL as its argument `name`. Returns the status. */
 int kvl__missing(const char *function, const char *name);
-/* Ends a function of kvlab.h with this failure where a pointer that it needs is NULL. */
+/* Ends a function of kvlab.h with this failure if a pointer that it needs is NULL. */
 #define KVL__NEED(pointer)                                   \
   do {                                                       \
     if (!(pointer)) return kvl__missing(__func__, #pointer); \

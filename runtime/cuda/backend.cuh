@@ -17,7 +17,7 @@ struct huge_block;
 struct device_ctx {
   int index, sm_count, shared_optin;
   int capability;                 /* 90 for compute capability 9.0 */
-  int code;                       /* the architecture that the code which runs is for */
+  int code;                       /* the architecture of the code that runs */
   int registered_same;            /* registered memory has one address on host and device */
   huge_block *huge_blocks;        /* pinned memory in huge pages, see memory.cu */
   std::atomic<graph *> recording; /* or NULL; prefetch workers read it, too */

@@ -95,9 +95,9 @@ int code_launch(void *ctx, void *queue, void *handle, const void *args, size_t s
   return error == CUDA_SUCCESS ? KVL_OK : failed(error, "launching");
 }
 
-/* A hook lies in the tiles of the plug-in's kernels, so code for a device with other tiles is for
- * the architecture of these. Code for sm_90 runs faster as sm_90a, which later devices do not
- * run. */
+/* A hook is compiled into kernels with the tile sizes of the plug-in. If the device would
+ * have other tiles, the code is compiled for the plug-in's architecture. Code for sm_90
+ * runs faster as sm_90a, which later devices do not run. */
 int target(void *ctx, char *text, size_t size) {
   const device_ctx *d = (const device_ctx *)ctx;
   if (kvl::tiles_of(d->code) != kvl::tiles_of(d->capability))

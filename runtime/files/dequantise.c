@@ -139,8 +139,8 @@ static void unpack_q6_k(const uint8_t *b, int64_t n, float *out) {
 
 /* ---- the table ------------------------------------------------------------------------- */
 
-/* By ggml's numbers. Where unpack is missing, a file can be opened and its other tensors
- * read. */
+/* By ggml's numbers. If a type has no unpack, a file with it can still be opened and its
+ * other tensors read. */
 static const struct kvl__stored types[] = {
     [0] = {"F32", 1, 4, unpack_f32},
     [1] = {"F16", 1, 2, unpack_f16},

@@ -1,9 +1,9 @@
 /* Exchanges: a request that arrived, and its answer.
  *
  * libmicrohttpd suspends a connection while the caller makes up its answer, and a stream
- * whenever nothing is left to write. A suspended connection is touched by nobody but those
- * who resume it, so its socket stays open; whether the client is still there, the caller
- * asks. */
+ * whenever nothing is left to write. A suspended connection is touched only by the code
+ * that resumes it, so its socket stays open; the caller has to ask whether the client is
+ * still there. */
 #define _GNU_SOURCE /* POLLRDHUP */
 #include <poll.h>
 
@@ -217,7 +217,7 @@ void kvl_http_exchange_close(kvl_http_exchange *exchange) {
   struct kvl__shared *s = exchange->shared;
   pthread_mutex_lock(&s->lock);
   exchange->is_ended = 1;
-  kvl__exchange_resume(exchange); /* without an answer, it is turned away */
+  kvl__exchange_resume(exchange); /* without an answer, it is refused */
   kvl__exchange_unref(exchange);
   kvl__shared_unlock(s);
 }

@@ -1,6 +1,6 @@
 /* Looks at the headers of a request before its body is read. libmicrohttpd takes some that
  * RFC 9110 and 9112 refuse, such as two lengths of a body. A proxy in front of the server
- * may read these otherwise, and then take a part of a body for the next request. */
+ * may read such headers differently, and then take a part of a body for the next request. */
 #include <ctype.h>
 #include <strings.h>
 

@@ -1,13 +1,13 @@
 /* A server of HTTP over libmicrohttpd, with one thread that polls all connections.
  *
- * What reaches a caller is whole: libmicrohttpd parses, and collect() below puts the parts of
- * a body together. A connection is suspended while its request waits for an answer. The
- * library's own time-out counts bytes that come at all, so a client could send one a second
- * for ever; `visits` say since when each connection owes a request, and reap() ends those
- * that take too long.
+ * A caller gets only whole requests: libmicrohttpd parses, and collect() below puts the
+ * parts of a body together. A connection is suspended while its request waits for an
+ * answer. The library's own time-out begins again with every byte, so a client could send
+ * one byte a second for ever. `visits` say since when each connection owes a request, and
+ * reap() ends connections that take too long.
  *
- * The lock is held for moments, never while a client is waited for. libmicrohttpd calls back
- * without locks of its own that suspending or resuming needs. */
+ * The lock is held only for moments, never while waiting for a client. When libmicrohttpd
+ * calls back, it holds none of the locks that suspending or resuming needs. */
 #include <arpa/inet.h>
 #include <errno.h>
 #include <netinet/in.h>
@@ -40,7 +40,7 @@ struct visit {
   int file;
   int is_extra;                /* beyond the limit: its request gets 503 */
   int had_request;             /* one was answered before */
-  int is_told;                 /* it was turned away; what still comes is read and dropped */
+  int is_told;                 /* it was refused; what still comes is read and dropped */
   kvl_http_exchange *exchange; /* that is open */
   int64_t ns_since; /* since when a request is awaited; 0 while one is being answered */
   struct visit *before, *next;

@@ -1,5 +1,5 @@
-/* The parts that http.c makes a server of: a look at the headers of each request (headers.c),
- * and exchanges (exchange.c), which a caller answers. Neither knows the server. */
+/* The parts of the server in http.c: the check of each request's headers (headers.c), and
+ * exchanges (exchange.c), which a caller answers. Neither knows the server. */
 #ifndef KVL_HTTP_H
 #define KVL_HTTP_H
 

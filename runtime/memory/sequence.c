@@ -181,12 +181,12 @@ int kvl_sequence_held(const kvl_sequence *seq, int cut) {
   return status < 0 ? status : seq->held[cut];
 }
 
-/* The last block of a cut is partly full and shared. */
+/* Whether the last block of a cut is partly full and shared. */
 static int is_open_shared(const kvl_sequence *seq, int cut) {
   return seq->held[cut] % seq->pool->block_size && seq->pool->refs[seq->last[cut]] > 1;
 }
 
-/* Fails if a token would take a place in a page that others have, too. */
+/* Fails if a token would be written to a page that others share. */
 static int expect_own_pages(kvl_sequence *seq) {
   if (!seq->may_share) return KVL_OK;
   for (int c = 0; c < seq->cuts; c++)
@@ -200,9 +200,9 @@ static int expect_own_pages(kvl_sequence *seq) {
   return KVL_OK;
 }
 
-/* Lengthens one sequence. Returns how many copies take the place of last blocks; copies =
- * {from, to, ...}. Its places are those of cut after cut: a layer's begin `layer` entries
- * after the one's before, and the heads of a layer lie one after the other. */
+/* Lengthens one sequence. Returns how many copies replace last blocks; copies = {from, to,
+ * ...}. The places are written cut after cut: those of a layer begin `layer` entries after
+ * those of the previous layer, and the heads of a layer follow one another. */
 static int append(kvl_sequence *seq, int tokens, int replaces, int64_t *places, int64_t layer,
                   int32_t *copies) {
   kvl_pool *p = seq->pool;
@@ -267,8 +267,8 @@ static int append(kvl_sequence *seq, int tokens, int replaces, int64_t *places, 
   return copied;
 }
 
-/* Puts the shared block back in the place of its copy, if `copy` made the last block of a cut
- * that is partly full. */
+/* Puts the shared block back in place of its copy, if `copy` is the last, partly full block
+ * of a cut. */
 static int unshare_undone(kvl_sequence *seq, int cut, const int32_t *copy) {
   if (seq->held[cut] % seq->pool->block_size == 0) return 0;
   int32_t *last = kvl__table(seq, cut) + kvl__count(seq, cut) - 1;
@@ -317,8 +317,8 @@ int kvl_sequences_append(kvl_sequence *const *seqs, const int32_t *tokens, int n
   return copied;
 }
 
-/* Fails unless the sequence can be shortened to `length`, and has what it holds then. A
- * rewind may go back further: it undoes evictions, too. */
+/* Fails unless the sequence can be shortened to `length` and still has all tokens that it
+ * would then hold. A rewind may go back further, because it undoes evictions, too. */
 static int check_shorter(const kvl_sequence *seq, const char *what, int length,
                          int is_rewind) {
   if (length < 0 || length > seq->length)

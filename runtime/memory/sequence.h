@@ -12,7 +12,8 @@ struct kvl_sequence {
   int lifted;              /* the length at which the caps ended, INT32_MAX while they hold */
   int may_share;           /* pages may have other references */
   int fresh;               /* of what an eviction left: the pages that it took */
-  int64_t serial, edits;   /* which sequence it is; changes of its tables but by growth */
+  int64_t serial, edits;   /* the number of the sequence; how often its tables changed other
+                            * than by growth */
   int32_t *held;           /* [cuts] */
   int32_t *base, *cap;     /* [cuts]: held at `floor`, and at most */
   int32_t *last;           /* [cuts]: the last block, so that a step need not look for it */
@@ -26,7 +27,7 @@ static inline int kvl__blocks_for(const kvl_pool *p, int64_t tokens) {
 static inline int kvl__count(const kvl_sequence *s, int cut) {
   return kvl__blocks_for(s->pool, s->held[cut]);
 }
-/* What a cut holds when the text has `length` tokens, at least `floor`. */
+/* How many tokens a cut holds when the text has `length` tokens (at least `floor`). */
 static inline int kvl__held_at(const kvl_sequence *s, int cut, int64_t length) {
   const int64_t capped = length < s->lifted ? length : s->lifted;
   const int64_t all = s->base[cut] + capped - s->floor;

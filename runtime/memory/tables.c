@@ -1,6 +1,6 @@
-/* What the device knows of the tables of a step's sequences. A kvl_tables has a copy of what
- * is on the device, and finds what has changed since: where sequences only grew, their new
- * blocks, else what differs from the copy. */
+/* Keeps the tables of a step's sequences on the device up to date. A kvl_tables has a copy
+ * of what is on the device, and finds what has changed since: if a sequence only grew, its
+ * new blocks; otherwise the entries that differ from the copy. */
 #include "memory/sequence.h"
 
 struct kvl_tables {

@@ -29,7 +29,8 @@ void kvl__expect_head_dim(struct kvl__call *c, int most) {
                    most);
 }
 
-/* The format that a tensor [blocks, 2, kv_heads, block_size, head_dim] stands for. */
+/* The format that the shape and dtype of a tensor [blocks, 2, kv_heads, block_size,
+ * head_dim] mean. */
 static kvl_format format_of(const kvl_tensor *memory) {
   int32_t dim = (int32_t)memory->shape[4];
   return (kvl_format){.codec = memory->dtype,

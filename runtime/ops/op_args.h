@@ -7,8 +7,8 @@
 #include "page.h"
 
 /* Checks pages of one layer and returns a view of them. format NULL: the shape and the dtype
- * of memory say it. `shape` names the dims that memory has then: a name of its own for the
- * blocks, and "2 kv_heads block_size head_dim". */
+ * of memory say it. `shape` then names the dims of memory: a separate name for the blocks,
+ * and "2 kv_heads block_size head_dim". */
 struct kvl_pages kvl__pages_arg(struct kvl__call *c, const char *name,
                                 const kvl_tensor *memory, const kvl_format *format,
                                 const char *shape);

@@ -153,7 +153,7 @@ int kvl_binary_scalar(int op, const kvl_tensor *a, double b, const kvl_tensor *o
   return binary(op, a, NULL, b, out);
 }
 
-/* A side that is missing is a number. */
+/* An operand that is missing is a number. */
 static int where(const kvl_tensor *cond, const kvl_tensor *a, double a_value,
                  const kvl_tensor *b, double b_value, const kvl_tensor *out) {
   struct kvl__call c = {.op = "where"};

@@ -11,7 +11,7 @@
  * however late the host waits for it.
  *
  * Source: the PrefetchEngine of UCM's GSA (its priorities, workers and limit on pending
- * tasks). Here a task that fails or never runs says so to those who wait for it. */
+ * tasks). Here callers that wait for a task learn if it failed or never ran. */
 #include <time.h>
 
 #include "cpu/link.h"
@@ -111,8 +111,8 @@ static void end_waiting(kvl_prefetch *p, kvl_ticket *t) {
   end_task(p, t, KVL_PREFETCH_CANCELLED);
 }
 
-/* The records of the task's next layer have been read, as far as the store has them, and
- * their copies are issued. */
+/* Called when the records of the task's next layer have been read, as far as the store has
+ * them, and their copies are issued. */
 static void layer_ready(kvl_prefetch *p, kvl_ticket *t) {
   pthread_mutex_lock(&p->lock);
   if (t->lost > 0 && t->first_lost == t->layers) t->first_lost = t->layers_ready;
