@@ -1,7 +1,8 @@
 --- What a fresh result costs (P20): an op into a new tensor, which is freed at once or
 -- left to Lua's collector, beside the same op into `out`. The time is the mean of many
 -- calls in a row with warm caches, the host's work included. The bound of a row is the
--- time into `out`, so its share is how much faster that is.
+-- time of the op into `out`, so its share says how close a fresh result comes to that
+-- time.
 local kv = require "kvlab"
 
 local MIB = 1024 * 1024

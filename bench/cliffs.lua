@@ -1,14 +1,15 @@
 --- Cliffs: shapes that take much longer than the shapes beside them. Each walk varies
 -- what a user may vary, beside what was tuned: head_dim, heads on a KV head, block size,
 -- new tokens, sequences, context, features, formats, hooks, lists, latents, top-k, scores
--- and appends. bench/lib/walk.lua says what is compared with what, and when a point is a
+-- and appends. bench/lib/walk.lua says which points are compared, and when a point is a
 -- cliff. `kvlab bench cliffs` runs all walks and `kvlab bench C1` one of them; `kvlab
 -- bench` without names runs none.
 --
--- The work of attention is bytes and flops, as bench/lib/attention.lua counts them. That
--- of scores is the bytes of summaries or keys, and 2 flops for each of their numbers and
--- each query head. The work of top-k is the bytes of its rows, and that of an append the
--- bytes that it reads and writes. On the CPU contexts are shorter; see Bench:shrunk.
+-- The work of attention is bytes and flops, as bench/lib/attention.lua counts them. The
+-- work of scores is the bytes of summaries or keys, and 2 flops for each of their numbers
+-- and each query head. The work of top-k is the bytes of its rows, and the work of an
+-- append the bytes that it reads and writes. On the CPU contexts are shorter; see
+-- Bench:shrunk.
 local attention = require "bench.lib.attention"
 local hooked = require "bench.lib.hooked"
 local kv = require "kvlab"
@@ -28,12 +29,12 @@ end
 
 -- ---- attention ------------------------------------------------------------------------
 
--- What the names of axes are called by bench/lib/attention.lua.
+-- The names of axes -> their names in bench/lib/attention.lua.
 local FIELDS = { head_dim = "dim", block_size = "block", new_tokens = "chunk",
                  format = "dtype", sequences = "seqs", context = "len", rows = "seqs",
                  k = "listed" }
 
---- Attention at a point. base: what the axes do not say.
+--- Attention at a point. base: the values that no axis gives.
 local function attend(base)
   return function(b, at)
     local o = {}

@@ -1,6 +1,6 @@
---- What it takes to compile the kernels of a policy (K4): from the expression to code on
--- the device, by the compiler and from the file that the cache has kept. Nothing is
--- launched, so a row has no limit.
+--- How long it takes to compile the kernels of a policy (K4): from the expression to code
+-- on the device, with the compiler and from a file of the cache. Nothing is launched, so
+-- a row has no limit.
 local ffi = require "ffi"
 local kv = require "kvlab"
 local cache = require "kvlab.kernel.run.cache"
@@ -58,7 +58,7 @@ local function of_case(case, what)
   end
 end
 
---- What a policy's hook, or its emission, is compiled to by a step of a phase.
+--- The kernel that a step of a phase compiles for a policy's hook or for what it emits.
 local function of_hook(def, phase, place)
   return function(b)
     local dev, is_prefill = b.device, phase == "prefill"

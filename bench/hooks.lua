@@ -1,7 +1,7 @@
 --- Attention with a policy's expressions (K3): bias, log_weight and emit, each beside
 -- attention without it, beside the op's own way where it has one, and beside what a
--- policy had to do before. In a prefill the flops are those of attention alone, so that
--- what comes on top shows as a lower rate.
+-- policy had to do before. In a prefill only the flops of attention are counted, so that
+-- additional work shows as a lower rate.
 local kv = require "kvlab"
 local hooked = require "bench.lib.hooked"
 local paged = require "bench.lib.paged"

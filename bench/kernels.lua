@@ -14,7 +14,8 @@ local show = require "kvlab.kernel.run.show"
 local e = kv.expr
 local KV_HEADS, HEADS, DIM, BLOCK = paged.KV_HEADS, paged.HEADS, paged.DIM, paged.BLOCK
 
---- What a policy's kernels are given: sequences of `len` tokens with blocks in any order.
+--- The input of a policy's kernels: sequences of `len` tokens with blocks in random
+-- order.
 local function step(b, seqs, len, heads)
   local dev, lens = b.device, {}
   for i = 1, seqs do lens[i] = len end
@@ -132,7 +133,7 @@ local REPEATS = 15
 local WAYS = { "expression", "hand", "tensors" }
 
 --- The median time of each function in microseconds, and its launches. The calls
--- alternate, so that what disturbs one disturbs all.
+-- alternate, so that a disturbance affects all of them.
 local function median_times(b, fns)
   local from, to, stream = b.device:open_event(), b.device:open_event(), b.device:stream()
   local times, us, launches = {}, {}, {}

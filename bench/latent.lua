@@ -1,15 +1,15 @@
---- Attention over latents (MLA, absorbed): bf16 keys of 576 numbers, of which the first
--- 512 are the value, one for all heads; blocks of 64, random tables. Dense decode with
+--- Attention over latents (MLA, absorbed): all heads share bf16 keys of 576 numbers,
+-- whose first 512 numbers are the value; blocks of 64, random tables. Dense decode with
 -- many heads (M5) and few (M6), and lists of 2048 random tokens: in decode with 128 heads
 -- (M1) and others (M2), and for rows of a prompt (M3). Limit: with up to 32 heads every
 -- key once, at the read bandwidth of the same run; with more the GEMM of the same run.
--- Targets: times of FlashMLA on an H200, 2026-11-23, and shares of them. Its lists are of
--- f8 keys. Cases with -f8 have pages of f8_latent, 656 bytes a token.
+-- Targets: times of FlashMLA on an H200, 2026-11-23, and shares of them. FlashMLA's lists
+-- read f8 keys. Cases with -f8 have pages of f8_latent, 656 bytes a token.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 
 local DIM, VALUE, BLOCK, FILL = 576, 512, 64, 65536
-local ENDS, CODECS = { "", "-f8" }, { ["-f8"] = "f8_latent" } -- what an id ends with
+local ENDS, CODECS = { "", "-f8" }, { ["-f8"] = "f8_latent" } -- the suffix of an id
 local SCALE = 1 / math.sqrt(192) -- DeepSeek's: of the keys before they are absorbed
 
 --- Checks one row of q: all of its heads over the tokens that it sees.

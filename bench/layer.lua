@@ -1,14 +1,14 @@
 --- A sparse decode step of one layer (P19): append, summarise, score, select, attend,
 -- with Quest over KV on the device. Several layers with memory of their own are recorded
--- in a graph and replayed, so a layer's bytes are not in the L2, and its kernels begin as
--- those of a model's step do. The time and the bytes are a layer's. Limit: a plain read
--- of as many bytes: the summaries of all blocks, and K and V of those that are selected.
+-- in a graph and replayed, so a layer's bytes are not in the L2, and its kernels start as
+-- in a step of a model. The time and the bytes are a layer's. Limit: a plain read of as
+-- many bytes: the summaries of all blocks, and K and V of those that are selected.
 local kv = require "kvlab"
 
 local LAYERS, BLOCK, REPLAYS = 8, 16, 31
 
 --- Bytes of a layer for `seqs` sequences: each block's min and max, and the K and V that
--- the policy selects, of which the step itself tells.
+-- the policy selects, as the step itself counts them.
 local function bytes_of(s, seqs)
   local probe = kv.probe(s.attention)
   s:decode(seqs)

@@ -84,8 +84,8 @@ end
 
 --- A decode step with KV in host memory. Its bound is the longer of two times: the bytes
 -- that it fetches at the link's speed, and the same step with nothing to fetch (KV on the
--- device, or all of it in the hot cache). angle: how far queries turn from step to step,
--- so that a hot cache has to fetch.
+-- device, or all of it in the hot cache). angle: by how much queries rotate from step to
+-- step, so that a hot cache has to fetch.
 local function step_of(o)
   return function(b)
     local link, compute = b:limit "L", nil

@@ -1,5 +1,6 @@
---- Choosing tokens (H4): what a step spends on it after the logits are there, for random
--- logits of 49152 tokens, with the ids and what else was asked for on the host.
+--- Choosing tokens (H4): the time that a step spends on it after the logits are there,
+-- for random logits of 49152 tokens, with the ids and what else was asked for on the
+-- host.
 local kv = require "kvlab"
 local sampler = require "kvlab.serve.sampler"
 
@@ -15,7 +16,7 @@ local CHOICES = {
   { "log-probabilities", { logprobs = 5 } },
 }
 
---- What the sampler reads of a request that has CONTEXT tokens.
+--- The fields of a request with CONTEXT tokens that the sampler reads.
 local function request(options, seed)
   local tokens = {}
   for i = 1, CONTEXT do tokens[i] = (i * 977 + seed) % VOCAB end

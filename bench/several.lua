@@ -3,7 +3,7 @@
 -- each head and each pair of a query and a key that it sees; bytes are K and V, once.
 local attention = require "bench.lib.attention"
 
---- The work of a case; a limit is of its bytes (by_bytes) or of its flops.
+--- The work of a case; its limit comes from its bytes (by_bytes) or from its flops.
 local function setup(o)
   return function(b)
     local work = attention.work(b, o)

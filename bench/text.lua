@@ -1,7 +1,7 @@
 --- Text to tokens (H3): the time of one core for a megabyte of text, with the small
--- tokenizers of the specs. English has words that occur as often as words do (the n-th
--- most frequent one in proportion to 1/n), mixed scripts have the texts of the specs; one
--- word of a megabyte is the worst case, because nothing of it was met before.
+-- tokenizers of the specs. English has words with realistic frequencies (the n-th most
+-- frequent word in proportion to 1/n), mixed scripts have the texts of the specs. One
+-- word of a megabyte is the worst case, because no piece of it is in the cache.
 local files = require "kvlab.files"
 local json = require "kvlab.json"
 local kv = require "kvlab"

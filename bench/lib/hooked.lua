@@ -49,7 +49,7 @@ function M.prepare(b, o)
   return r
 end
 
---- The attention of a step, and the memory that belongs to the policy back in its pools.
+--- Computes the attention of a step, and returns the policy's tensors to their pools.
 function M.attend(r)
   r.ctx:begin_layer(0, r.q, r.memory)
   return r.attention:over(r.selection, r.ctx, r.out)

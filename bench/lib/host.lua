@@ -1,4 +1,5 @@
---- What a bench says of the machine that it runs on, as far as programs there tell.
+--- What a bench records about the machine that it runs on, as far as programs there can
+-- tell.
 local kv = require "kvlab"
 
 local M = {}
@@ -35,10 +36,11 @@ local QUERY = {
   { "power.limit", "power_limit_w" }, { "temperature.gpu", "temperature_c" },
 }
 
--- How limits are measured: 2 since R is that of as many bytes as a case has.
+-- The version of how limits are measured; 2: R is measured for as many bytes as a case
+-- has.
 local LIMITS = 2
 
---- The header's fields. The clocks are those of a busy device: it reads meanwhile.
+--- The header's fields. The clocks of a busy device: it reads memory meanwhile.
 function M.describe(b)
   local head = { id = "header", device = b.device:name(), description = b.description,
                  date = b.date, commit = b.commit, abi = kv.C.kvl_abi(),

@@ -25,8 +25,8 @@ function M.L(b)
 end
 
 --- n^3 GEMM with b transposed, through the matmul op; its first row is checked in f32.
--- Its operands are normal; with `weights`, one of them is positive, as the weights of
--- attention are.
+-- Its operands are normally distributed; with `weights`, one of them is positive, like
+-- the weights of attention.
 local function gemm(b, n, dtype, out_dtype, tolerance, weights)
   local function matrix(seed)
     local m = kv.randn(b.device, dtype == "f32" and "f32" or "bf16", { n, n },

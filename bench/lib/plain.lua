@@ -3,8 +3,8 @@
 -- it is for the cases. An empty launch takes 3 us on a GPU, and a read of few bytes is
 -- bound by that and by the latency of memory; so R grows with n.
 --
--- With `written`, as many of the bytes are written by the same kernel: up to the size of
--- the L2, writes can end after the kernel does, so reads alone would be no limit.
+-- With `written`, the same kernel writes this many of the bytes: writes of up to the size
+-- of the L2 can end after the kernel does, so a time of reads alone would be no limit.
 local ffi = require "ffi"
 local kv = require "kvlab"
 local wrap = require("kvlab.tensor.tensor").wrap
@@ -29,8 +29,8 @@ local GRIDS = {
 
 -- Tiles are interleaved: thread blocks that read neighbouring tiles at the same time are
 -- faster than blocks with a stretch each. Every warp leaves the xor of what it has read.
--- Where about twice as much is read as written, reads and writes take turns: each tile
--- that is written is made of two neighbours. Otherwise the writes come last.
+-- If about twice as much is read as written, reads and writes alternate: each written
+-- tile is made from two neighbouring tiles. Otherwise the writes come last.
 local CUDA = [[
 __device__ uint4 xor_of(uint4 a, uint4 b) {
   return make_uint4(a.x ^ b.x, a.y ^ b.y, a.z ^ b.z, a.w ^ b.w);
@@ -93,10 +93,10 @@ void plain(const int32_t *in, int32_t *to, int32_t *sums, int blocks, int thread
 }
 ]]
 
--- One thread, or all of them with a stretch each: to wake them takes longer than to read
--- a few kilobytes. What is written is copied from what was just read, because memcpy
--- knows how to write lines that were not read before; or (loads 2) it goes where it was
--- read (blocks is 1, which the compiler does not know).
+-- One thread reads, or all of them with a stretch each; waking threads takes longer than
+-- reading a few kilobytes. The written bytes are copied from bytes that were just read,
+-- because memcpy knows how to write lines that were not read before; or (loads 2) they
+-- are written where they were read (blocks is 1, which the compiler does not know).
 local C = [[
 #include <omp.h>
 #include <string.h>
@@ -188,7 +188,8 @@ local function xor_of(t)
   return sum
 end
 
---- Every way has read all of it: their sums agree, and for few bytes are the host's.
+--- Checks that every way has read everything: their sums agree and, for few bytes, equal
+-- the host's sum.
 local function check(list, x, sums)
   local want = x.words:bytes() <= 4 * MIB and xor_of(x.words) or nil
   for _, way in ipairs(list) do

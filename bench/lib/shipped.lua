@@ -1,6 +1,6 @@
 --- The scores and summaries of policies, each in up to three ways: as an expression, by
 -- hand-written ops, and by tensor ops alone. spec/lua/kernel/
--- shipped_spec.lua holds them to each other, and `kvlab bench K2` times them.
+-- shipped_spec.lua compares them with each other, and `kvlab bench K2` times them.
 --
 -- A way is made by a function of a rig and has update(ev), fields() and score(ctx), or
 -- some of them. fields() are the summary's values for the blocks of the rig, as f32 by
@@ -62,7 +62,7 @@ function M.rig(dev, o)
   return rig
 end
 
---- Takes the context to the layer again, so that its tensors are free.
+--- Sets the context to the layer again, so that its tensors return to their pools.
 function M.begin(rig) rig.ctx:begin_layer(0, rig.query, rig.cache:layer(0)) end
 
 -- ---- ways -----------------------------------------------------------------------------
@@ -267,7 +267,8 @@ case { -- docs/policies.md has it by tensor ops
   end,
 }
 
-case { -- the shipped one counts on from one sequence to the next: ranks are the same
+case { -- the shipped one continues to count from one sequence to the next; the ranks are
+       -- the same
   name = "streaming_blocks", ranks = true,
   expression = function(rig) return expressed(rig, { score = e.block }) end,
   hand = function(rig) return shipped(rig, "streaming_blocks") end,
@@ -297,7 +298,8 @@ case {
 
 local function unit(x) return x / ((x * x):sum "dim" + 1e-40):sqrt() end
 
-case { -- what an expression can say of it: a score over all blocks' means is none
+case { -- the part that an expression can compute; a score that depends on all blocks'
+       -- means is not
   name = "keydiff, unit means", summary = true, no_score = true,
   expression = function(rig)
     return expressed(rig, { summary = { unit = unit(e.k:mean "token") } })
@@ -364,7 +366,8 @@ case { -- MSA's max-pool over a block; the policy oracle
   hand = function(rig) return shipped(rig, "oracle") end,
 }
 
-case { -- of groups of one head: the mean of a group's masses is a score for each head
+case { -- only for groups of one head, because the policy takes the mean of a group's
+       -- masses
   name = "mass_oracle", group = 1,
   expression = function(rig)
     local way = expressed(rig, {

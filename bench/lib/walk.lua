@@ -8,7 +8,7 @@
 --
 -- Every point has a quantity of work: the microseconds in which the machine could do it,
 -- bytes / R + flops / T. The point counts its bytes and flops; R and T are measured in
--- the same run. Only how the work of two points compares matters for what follows.
+-- the same run. In the following, only the ratio of the work of two points matters.
 --
 -- A neighbour allows a point this time: as long as the neighbour takes, and longer in
 -- proportion if the point does more work. So a point should take no longer than a
@@ -17,21 +17,20 @@
 -- point is a cliff if it takes more than STANDS_OUT times the trend. Four things follow:
 --
 --   - A spike stands out beside the two points around it.
---   - So does a whole plateau of slow shapes beside a fast one. Where the head_dims 64
---     and 128 cost the same for each flop, the trend between them is the line between
---     them, however slow 72 … 120 all are. If every point of a walk is slow, it finds
---     nothing.
---   - Of features and formats, each is compared with each, so also all of them together
---     with none.
+--   - So does a whole plateau of slow shapes beside a fast one. If the head_dims 64 and
+--     128 cost the same for each flop, the trend between them is a straight line, however
+--     slow 72 … 120 all are. If every point of a walk is slow, it finds nothing.
+--   - Each feature or format is compared with every other one, so all of them together
+--     are also compared with none.
 --   - The launch and the latency of memory make no cliff. They make small shapes dear for
---     each unit of work, but not slower than larger ones. The price is that a shape which
---     does less work than all of its neighbours is judged mildly: it is a cliff only if
+--     each unit of work, but not slower than larger ones. The drawback is that a shape
+--     with less work than all of its neighbours is judged mildly: it is a cliff only if
 --     it takes longer than one of them.
 --
 -- Times below FLOOR_US count as that long, because so short a time is mostly the launch,
 -- which changes from call to call. Each point is timed several times, and the shortest
 -- counts: all else that the machine does can only add to it. A point that stands out is
--- measured again, up to LOOKS times, and so is the one that it stands out beside.
+-- measured again, up to LOOKS times, and so is the neighbour that it is compared with.
 local kv = require "kvlab"
 
 local M = { STANDS_OUT = 1.5 }
@@ -42,7 +41,7 @@ local MIB = 1024 * 1024
 local READ = 256 * MIB -- bytes of the plain read that R is taken from
 
 -- A look at a point times it for about so long, but between LEAST and MOST times. Caches
--- are emptied in between; those of a CPU with less than other benches read for it.
+-- are emptied in between; on a CPU this reads less memory than other benches read for it.
 local LOOK_US, LEAST, MOST, LOOKS = { cpu = 60e3, cuda = 100e3 }, 3, 31, 4
 local FLUSH_CPU = 128 * MIB
 local SETTLE_US = { cpu = 0, cuda = 20e3 }
@@ -149,8 +148,8 @@ local function measure(b, walk, p)
   return true
 end
 
---- Measures points that stand out again, and those that they stand out beside. Returns
--- the cliffs that are left.
+--- Measures points that stand out again, and the neighbours that they are compared with.
+-- Returns the cliffs that are left.
 local function settled(b, walk, points)
   local floor, again = FLOOR_US[b.kind], true
   local cliffs = M.judge(walk.axes, points, floor)
