@@ -382,8 +382,8 @@ end
 
 --- The key under which the graph of a step is stored. For steps of one token a sequence:
 -- the number of sequences, and which launches a policy makes. For drafts: every number by
--- which the host decides what to launch. Where the tokens begin in their blocks is not
--- among them, because verify pads the lists of blocks.
+-- which the host decides what to launch. The offset of the tokens in their blocks is no
+-- such number, because verify pads the lists of blocks.
 local function graph_key(self)
   local batch, variant = self.batch, self.attention.context.variant
   if batch.tokens_count == batch.count and not batch.tree then
@@ -443,7 +443,7 @@ local function replay_decode(self, count, key, compute)
   return self.logit_views[count]
 end
 
---- Whether steps are replayed from graphs; an observer would see nothing of them.
+--- Whether steps are replayed from graphs; an observer would not see replayed steps.
 local function replays(self) return self.uses_graphs and not self.attention.probe end
 
 --- The layers and logits of the step that has begun, from a graph if the engine has them.

@@ -63,7 +63,7 @@ end
 ---@field required? boolean
 ---@field harmless? string        why it changes nothing here, in place of a kind
 
---- A field that is computed with, or that has to have one value.
+--- A field that a model's computation uses, or that must have one certain value.
 ---@param kind kvlab.OptionKind
 ---@param default? any
 ---@return models.Field

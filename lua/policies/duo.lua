@@ -64,5 +64,5 @@ return kv.policy.define {
     kv.policy.hold(self, "streaming", { ratio = whole, sink = self.sink,
                                         recent = self.recent })
   end,
-  evict = function() end, -- hold replaces it by that of streaming
+  evict = function() end, -- hold puts streaming's evict here
 }

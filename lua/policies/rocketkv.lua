@@ -56,7 +56,7 @@ return kv.policy.define {
     self.most_dims = math.max(1, math.floor(self.dims * shape.head_dim))
     self.limits = kv.full(shape.device, "i32", { 1, shape.kv_heads }, self.most_dims)
   end,
-  evict = function() end, -- hold replaces it by that of snapkv
+  evict = function() end, -- hold puts snapkv's evict here
   select_blocks = function(self, ctx)
     local scores = ctx:new_scores()
     kv.scope(function()

@@ -16,7 +16,7 @@
 --         floors
 local kv = require "kvlab"
 
-local BEFORE, MOST = math.huge, 1e30 -- more than any score; the most that one counts
+local BEFORE, MOST = math.huge, 1e30 -- more than any score; larger scores count as this
 
 --- The logarithms of softmax(scale * scores): -inf stays, and nothing else becomes it.
 local function log_weights(ctx, scores)

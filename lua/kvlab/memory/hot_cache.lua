@@ -264,7 +264,7 @@ local function attend_slots(self, attention, ctx, hook, memory, read, slots, out
     prev_lse, nil, listed)
 end
 
--- The same for no more rows than there are slots for.
+-- Attends for some of the rows: for no more than there are slots for.
 function HotCache:attend_rows(attention, selection, ctx, out, lse, hook)
   local views = views_for(self, ctx.seqs, tonumber(selection.sizes[2]))
   local layer = ctx.layer

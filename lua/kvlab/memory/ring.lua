@@ -191,7 +191,7 @@ function Ring:attend(attention, selection, ctx, out, lse, hook, emitters)
   return self:attend_rows(attention, selection, ctx, out, lse, hook, emitters)
 end
 
--- The same for no more rows than a slot has blocks.
+-- Attends for some of the rows: for no more than a slot has blocks.
 function Ring:attend_rows(attention, selection, ctx, out, lse, hook, emitters)
   local o = self.tier
   if C.kvl_device_is_recording(o.cache.device) == 1 then

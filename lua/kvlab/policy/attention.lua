@@ -453,7 +453,7 @@ function Attention:take_back(counts)
     end
   end
   self.context.is_rows = false
-  C.kvl_interrupt_hold(1) -- all of it or nothing
+  C.kvl_interrupt_hold(1) -- Ctrl-C waits until all are taken back
   local ok, why = pcall(take_back, self, counts)
   C.kvl_interrupt_hold(-1)
   if not ok then error(why, 0) end

@@ -58,7 +58,7 @@ local M = {}
 ---@field reads kvlab.Reads|nil    counts what a decode step reads while it is observed
 ---@field index table|nil          what the model's indexer made, see Attention:forward
 ---@field variant string|nil       which launches a policy makes in this step, where they
---                                 are not always the same: graphs are kept apart by it
+--                                 are not always the same; each has its own graphs
 ---@field asked boolean[]|nil      which rows select now; nil: all. The others have the
 --                                 length 0 in lens
 local Context = {}
@@ -108,7 +108,7 @@ local function take_scores(self, heads)
   if not buffer or buffer.count < self.seqs * heads * self.max_blocks then
     buffer = tensor.lasting(new_score_buffer, self, heads,
       math.max(self.max_seqs, self.seqs))
-    pool.buffers[place] = buffer -- a larger one leaves the views of the one before alone
+    pool.buffers[place] = buffer -- the views of a smaller buffer keep that buffer
   end
   view = tensor.lasting(new_score_view, self, buffer, heads)
   pool.views[place] = view

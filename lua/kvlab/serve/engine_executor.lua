@@ -69,7 +69,8 @@ end
 
 -- ---- keys and store -------------------------------------------------------------------
 
---- Makes the keys of a request's blocks first ... last. Those before must be known.
+--- Makes the keys of a request's blocks first ... last. The keys of all earlier blocks
+-- must be known.
 local function make_keys(self, r, first, last)
   local size, n = self.memory.block_size, last - first + 1
   local ids = ffi.new("int32_t[?]", n * size)
@@ -456,7 +457,8 @@ end
 
 local ROWS = 64 -- of logits of a prompt that are computed at a time
 
---- Log-probabilities of `n` tokens of a prompt, from the states of those before them.
+--- Log-probabilities of `n` tokens of a prompt, each from the state of the token before
+-- it.
 local function add_prompt_logprobs(self, r, states, n)
   local engine, first = self.engine, r.num_computed_tokens
   local top = math.min(r.top_of_prompt, engine.model.config.vocab)

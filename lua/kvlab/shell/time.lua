@@ -72,7 +72,7 @@ local function name_of_file(path)
   return name
 end
 
---- The names of the policies, each once, and full as the reference.
+--- The names of the policies, each once; full, the reference, is added if it is missing.
 ---@param policies {name: string|nil, path: string|nil}[]  by name, or by file
 local function names_of(policies)
   local names, is_there = {}, {}

@@ -244,8 +244,8 @@ local function ratio(a, b)
   return whole / 100
 end
 
---- How alike a line of code is to the right one: the first line without a mark of code or
--- a comment.
+--- How alike a line of an answer is to the right line of code. It is the answer's first
+-- line without a backtick, # or //.
 ---@param given string
 ---@param answers string[]
 ---@return number

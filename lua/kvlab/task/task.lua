@@ -276,7 +276,7 @@ end
 
 local VARY = { name = options.required(options.string), defaults = options.table }
 
---- Defines a task that is another one with other defaults.
+--- Defines a task as a copy of another task with other defaults.
 ---@param base string    the name of the other one
 ---@param changes table  name, and defaults that differ
 function M.vary(base, changes)

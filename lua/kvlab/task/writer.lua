@@ -62,7 +62,7 @@ local function new_one(self, make)
   error("there are not enough different words for this task", 0)
 end
 
---- A number with so many digits, other than those before.
+--- A number with so many digits that was not drawn before.
 ---@param digits integer
 ---@return string
 function Writer:number(digits)
@@ -73,7 +73,7 @@ function Writer:number(digits)
   end)
 end
 
---- A word of so many random letters, other than those before.
+--- A word of so many random letters that was not drawn before.
 ---@param count integer
 ---@param first string  the letter that it counts from: "A" or "a"
 ---@return string
@@ -85,7 +85,7 @@ function Writer:letters(count, first)
   end)
 end
 
---- A thing with a quality, "red lamp", other than those before.
+--- A thing with a quality, "red lamp", that was not drawn before.
 ---@return string
 function Writer:key()
   local v = vocabulary

@@ -53,7 +53,7 @@ local function cells_of(self, name, ctx)
   if not kept.buffer or kept.buffer.count < count then
     local old = kept.buffer and tonumber(kept.buffer.count) or 0
     kept.buffer = tensor.lasting(tensor.tensor, ctx.device, "f32",
-      { math.max(count, 2 * old) }) -- the views of the one before keep it
+      { math.max(count, 2 * old) }) -- the views of the old buffer keep it
   end
   view = tensor.lasting(view_of, kept.buffer, ctx.seqs, ctx.kv_heads, tokens)
   kept[ctx.shape_number] = view

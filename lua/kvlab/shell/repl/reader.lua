@@ -124,7 +124,7 @@ local function unread(self, line)
   end
 end
 
---- The line after the one that was read, where it is there already; it is not taken.
+--- The next line, if it is there already; it stays unread.
 local function peek(self)
   if self.queue[1] or self.is_terminal then return self.queue[1] end
   pollfd[0].fd, pollfd[0].events = 0, POLLIN

@@ -121,7 +121,8 @@ function read(source, at, depth)
   return read_number(source, at)
 end
 
---- The value of a JSON text. Its strings are what messages say. Raises with the line.
+--- The value of a JSON text. Its strings count as text of messages, not of the template.
+-- Raises with the line.
 ---@param source string
 function M.read(source)
   source = unicode.repaired(source)
