@@ -136,7 +136,7 @@ static inline void walk_tile(struct key_walk *w, struct key_tile *tile) {
 }
 
 /* Unpacks the K of a tile, or the V that lie `value` bytes further on, into rows of `step`
- * floats. Asks for those of the next tile. */
+ * floats. Prefetches those of the next tile. */
 static inline void unpack_tile(const struct kvl_strips *of, const struct key_tile *tile,
                                const struct key_tile *next, int64_t value, int codec,
                                float *out, int step) {

@@ -1,5 +1,5 @@
-/* What the kernels that emit in a prefill (lua/kvlab/kernel/print/c.lua) call: it computes
- * the scores of a tile of queries and a few blocks again from q and K.
+/* Functions for the kernels that emit in a prefill (lua/kvlab/kernel/print/c.lua). They
+ * compute the scores of a tile of queries and a few blocks again from q and K.
  *
  * The lanes of a vector are keys, as the expressions want them, so K is transposed once for
  * all queries that see it. A thread has memory for keys [dim][columns], queries [rows][dim]

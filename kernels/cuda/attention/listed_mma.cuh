@@ -21,8 +21,8 @@
  * A token that the row may not see is copied as zeros. So the heads of a block, which see the
  * same tokens unless a hook hides some, get no NaN from others.
  *
- * The blocks of one KV head follow one another, row by row: the tokens that rows of a prompt
- * share fit the L2 for one head's K and V, but not for all heads'. */
+ * The blocks of one KV head follow one another, row by row. Rows of a prompt share many
+ * tokens, and K and V of these tokens fit the L2 for one KV head, but not for all heads. */
 #ifndef KVL_CUDA_LISTED_MMA_CUH
 #define KVL_CUDA_LISTED_MMA_CUH
 
@@ -456,7 +456,7 @@ __device__ __forceinline__ void attend_tiles(W &rows, L &ahead, const listed_sha
   for (int t = share.begin; t < share.end; t++) {
     if (copies.EARLY) rows.look(ahead.tiles, t);
     copy_wait<STAGES - 2>();
-    __syncthreads(); /* tile t is complete, and the one before it was read */
+    __syncthreads(); /* tile t is complete, and tile t - 1 was read */
     if (!copies.EARLY) copies.read(t + STAGES - 1);
     copies.fetch(stage == 0 ? STAGES - 1 : stage - 1);
     copy_commit();

@@ -150,7 +150,7 @@ __device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r
   if (a.lse && lane == 0) a.lse[r.row] = end.lse;
 }
 
-/* The same from the blocks of the row's sequence, or of its selection. */
+/* The same, for the keys in the blocks of the row's sequence or of its selection. */
 template <class T, class C, int MOST = 256, class H>
 __device__ __forceinline__ void compute_row(const kvl_paged_attention_args &a,
                                             const mend_row &r, const H &hook) {

@@ -185,7 +185,7 @@ struct split_plan {
       if (past || at + WARP >= end) return at + last;
     }
   }
-  /* The tiles of a chunk. Lane c of a warp may ask for those of chunks c, 32 + c, ... */
+  /* The number of tiles of a chunk. Lane c of a warp may ask for chunks c, 32 + c, ... */
   __device__ uint32_t sum_of(int chunk) const {
     return place.by_lane() ? own : (uint32_t)kept[chunk];
   }

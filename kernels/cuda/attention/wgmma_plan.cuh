@@ -141,7 +141,7 @@ struct wgmma_plan {
   float *lse;       /* [2 * shares, side, rows], in base 2 */
   uint32_t *firsts; /* [entries + 1]: the tiles before each entry, and all of them */
   __host__ __device__ int groups() const { return lanes / side; }
-  /* Of the partial results; starts: the item begins in the share. */
+  /* The index of a partial result; starts: the item begins in the share. */
   __device__ int part(int share, int beside, bool starts) const {
     return (starts ? shares + share : share) * side + beside;
   }

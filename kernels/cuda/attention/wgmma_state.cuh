@@ -243,7 +243,7 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
   }
 }
 
-/* Two numbers in q's dtype, which is T; over f8e4m3 it is known at run time. */
+/* Two numbers in q's dtype. This is T; over f8e4m3, the dtype is known only at run time. */
 template <class T, class shape>
 __device__ __forceinline__ uint32_t pack_rows(const kvl_paged_attention_args &a, float x,
                                               float y) {

@@ -48,7 +48,7 @@ struct linear_wgmma_plan {
   };
   int height, units, tiles; /* a tile's rows of the weights and outputs; how many tiles */
   int boxes, stages;        /* K's of a stage; stages of a tile */
-  int places, under_way;    /* stages in the ring; at most on their way */
+  int places, under_way;    /* stages in the ring; the most stages in flight */
 };
 
 #if KVL_SM90A
