@@ -92,7 +92,7 @@ static void fail_mismatch(struct kvl__call *call, const char *name, int name_len
                           const kvl_tensor *t, unsigned dtypes, const char *shape,
                           int bound) {
   char got[96], want_shape[160], want_dtype[64];
-  call->dims = bound; /* names bound by this very tensor are not expectations */
+  call->dims = bound; /* names that this very tensor bound are not expected of it */
   shape_words(call, shape, want_shape, sizeof want_shape);
   dtype_words(dtypes, want_dtype, sizeof want_dtype);
   kvl__call_fail(call, "%.*s is %s, expected %s [%s]", name_length, name,

@@ -32,7 +32,7 @@ struct kvl_storage {
  * then belongs to the graph; otherwise fresh memory. */
 struct kvl__recording {
   kvl_graph *graph;
-  int stream;            /* the one that it began on */
+  int stream;            /* on which the recording began */
   kvl_storage *storages; /* allocated meanwhile, by recording_next */
   kvl_storage *deferred; /* references to older ones, given up at the end */
   kvl__free_lists set_aside;

@@ -10,7 +10,7 @@
  *
  * Captures are relaxed: meanwhile the allocator may call cudaMalloc, and begin and end may
  * be called by two threads. In a replay the kernels keep the priority of the queue that they
- * were recorded on. All memory that they write to, workspaces and those of cuBLAS included,
+ * were recorded on. All memory that they write to, including workspaces (cuBLAS's, too),
  * comes with their arguments and belongs to the graph, so these queues may run other ops
  * beside a replay. A queue that took part stays open until the graph is closed, because
  * recorded cuBLAS kernels may read memory that belongs to the queue's handle. */

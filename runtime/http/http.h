@@ -16,7 +16,7 @@ int kvl__headers_check(struct MHD_Connection *c, const char *method, const char 
 /* What a server and its exchanges share. The last of them frees it. */
 struct kvl__shared {
   pthread_mutex_t lock; /* guards everything of the server and of its exchanges */
-  int refs;             /* the server's, and that of each exchange */
+  int refs;             /* one of the server, and one of each exchange */
   int is_closing;       /* nothing new is taken; what was answered is still sent */
   int is_over;          /* nothing is sent either */
 };

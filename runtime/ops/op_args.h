@@ -29,8 +29,8 @@ struct kvl_limits kvl__limits_arg(struct kvl__call *c, const kvl_tensor *limits)
 /* Checks v, the values of new tokens, which is none where values are shared. */
 void kvl__values_arg(struct kvl__call *c, const kvl_tensor *v, const kvl_format *format,
                      unsigned dtypes);
-/* The dtypes that rows for pages and queries that read them may have: the codec's own and
- * f32, or f32, f16 and bf16 if the codec is no dtype of rows. */
+/* The dtypes that rows to be stored in pages may have, and queries over these pages: the
+ * codec's own and f32, or f32, f16 and bf16 if the codec is no dtype of rows. */
 unsigned kvl__rows_of(int codec);
 /* The dtypes that keys and values may have when an op reads them as they are stored: the
  * codec's own, if rows may have it, and f32, f16 and bf16. */

@@ -34,8 +34,8 @@ static void expect_apart(struct kvl__call *c, const kvl_tensor *out, const char 
     kvl__call_fail(c, "out shares memory with %s, expected memory of its own", name);
 }
 
-/* Joins parts of a single row that follow each other in memory, from the first part on: they
- * are one result. */
+/* If x has a single row and parts of the result follow the first part without a gap in
+ * memory, joins them to it. */
 static void join_parts(struct kvl_linear_args *g) {
   int64_t element = kvl_dtype_bytes((kvl_dtype)g->out_dtype);
   while (g->rows == 1 && g->parts > 1 &&

@@ -86,7 +86,7 @@ static int restore_length(struct kvl__lmdb *l) {
   return ftruncate(fd, (off_t)pages) < 0 ? errno : 0;
 }
 
-/* Begins a transaction in a file that is as long as the map of it is used. */
+/* Begins a transaction in a file that has all pages that LMDB knows of. */
 static int begin_whole(struct kvl__lmdb *l, unsigned flags, MDB_txn **txn) {
   int64_t bytes;
   int code = check_length(l, &bytes);
