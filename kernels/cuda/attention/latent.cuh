@@ -14,8 +14,7 @@
  *          beside products of the other. A new tile arrives piece by piece in the memory of
  *          pieces that were read.
  *   few    up to 16 or 32 heads of one token. A product has 64 rows, so here these are keys
- *          and
- *          numbers of values: S^T = K Q^T, O^T += V^T P^T, and no row is for nothing. Each
+ *          and numbers of values: S^T = K Q^T, O^T += V^T P^T, and no row is for nothing. Each
  *          computes S^T from half of the numbers. Both halves go to shared memory; then
  *          neighbouring threads have a row's keys.
  *
