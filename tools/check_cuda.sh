@@ -10,10 +10,15 @@
 # Usage: check_cuda.sh NUMBER [--full], such as 80 or 90a
 set -eu
 
-# As check_cuda.sh FOLDER NUMBER FILE SUFFIX NVCC ARGUMENT..., checks one file.
-if [ -d "$1" ]; then
-  kept=$1/$(echo "$3" | tr / _) number=$2 file=$3 suffix=$4
-  shift 4
+fail() {
+  echo "check_cuda: $*" >&2
+  exit 2
+}
+
+# As check_cuda.sh one FOLDER NUMBER FILE SUFFIX NVCC ARGUMENT..., checks one file.
+if [ "${1-}" = one ]; then
+  kept=$2/$(echo "$4" | tr / _) number=$3 file=$4 suffix=$5
+  shift 5
   mkdir "$kept"
   "$@" --keep --keep-dir "$kept" -o "$kept.$suffix" "$file"
   [ "$suffix" = ptx ] || mv "$kept"/*.ptx "$kept.ptx"
@@ -31,13 +36,22 @@ if [ -d "$1" ]; then
   exit
 fi
 
+case "$# ${1-} ${2---full}" in
+[12]\ [1-9][0-9]*\ --full) ;;
+*) fail "usage: check_cuda.sh NUMBER [--full], such as 80 or 90a" ;;
+esac
 cd "$(dirname "$0")/.."
 cuda=${CUDA_HOME:-/usr/local/cuda}
 nvcc=$cuda/bin/nvcc
-[ -x "$nvcc" ] || { nvcc=$(command -v nvcc) && cuda=${nvcc%/bin/nvcc}; }
+if [ ! -x "$nvcc" ]; then
+  nvcc=$(command -v nvcc) || fail "there is no nvcc in $cuda/bin and none in PATH"
+  cuda=${nvcc%/bin/nvcc}
+fi
+[ -e build/units/list ] || fail "there is no list of files: run ./kvlab build first"
 plain=kernels/cuda/elementwise/cast.cu
 objects=$(mktemp -d build/check.XXXXXX)
 trap 'rm -rf "$objects"' EXIT
+trap 'exit 130' INT TERM
 
 # Whether a file, or a header of its own, names an architecture or an instruction.
 differs() {
@@ -51,8 +65,8 @@ differs() {
 check() {
   number=$1 suffix=$2
   shift 2
-  xargs -P "$(nproc)" -I FILE tools/check_cuda.sh "$objects" "$number" FILE "$suffix" "$nvcc" \
-    -std=c++17 -Iruntime -Ikernels -I"$objects" -Xcicc -O0 -Werror all-warnings \
+  xargs -P "$(nproc)" -I FILE tools/check_cuda.sh one "$objects" "$number" FILE "$suffix" \
+    "$nvcc" -std=c++17 -Iruntime -Ikernels -I"$objects" -Xcicc -O0 -Werror all-warnings \
     -gencode "arch=compute_$number,code=compute_$number" "$@"
 }
 

@@ -1,7 +1,7 @@
 --- Runs the specs inside this executable, with busted as a library. So they test the
 -- embedded LuaJIT and, in a hostile build, every C function under the sanitizers.
 --
--- If there are several spec files, each runs in a process of its own, one more at a time
+-- If there are several spec files, each runs in a process of its own, two more at a time
 -- than there are cores, since some of them wait. So a file cannot depend on what ran
 -- before it, and one that crashes fails alone. A GPU is shared by the processes. Stock
 -- busted (.busted) runs all files in one process. There they are not insulated from each
@@ -15,7 +15,8 @@ local JOBS_MOST = 8
 -- --full all have; elsewhere a second thread costs processor time and tests nothing more.
 local PARALLEL = "spec/kernels/"
 -- Files that take long, and would otherwise run alone at the end.
-local FIRST = { ["docs_spec.lua"] = true, ["prefetch_stress_spec.lua"] = true,
+local FIRST = { ["docs_spec.lua"] = true, ["front_door_spec.lua"] = true,
+                ["slurm_spec.lua"] = true, ["prefetch_stress_spec.lua"] = true,
                 ["hook_prefill_cuda_spec.lua"] = true, ["hook_spec.lua"] = true,
                 ["hook_random_cuda_spec.lua"] = true }
 
@@ -326,7 +327,7 @@ end
 ---@param options table      tags, exclude-tags (lists), filter (pattern), list (boolean),
 --  need-model (fails where specs tagged #model would be left out),
 --  times (boolean: what each file took, or each spec of one file),
---  jobs (how many processes; one more than cores, at most 8)
+--  jobs (how many processes; two more than cores, at most 8)
 ---@return integer           # 0 when specs ran and none failed, else 1
 function M.main(root, files, options)
   local has_gpu = has_cuda()
@@ -341,7 +342,7 @@ function M.main(root, files, options)
     end
   end
 
-  local jobs = options.jobs or math.min(count_cores() + 1, JOBS_MOST)
+  local jobs = options.jobs or math.min(count_cores() + 2, JOBS_MOST)
   local found = find_files(files)
   local is_apart = jobs > 1 and #found > 1 and not options.list
     and package.loaded["kvlab.paths"]
