@@ -11,52 +11,90 @@ local M = {}
 
 local NAN = 0 / 0
 
-ffi.cdef "int memcmp(const void *a, const void *b, size_t bytes);"
+ffi.cdef [[
+int memcmp(const void *a, const void *b, size_t bytes);
+void *malloc(size_t bytes);
+]]
 
 -- ---- many numbers ---------------------------------------------------------------------
 
 --- Numbers in one piece of memory, read and written like a list: a[1] ... a[#a]. Lists of
 -- millions would keep the collector busy.
-local numbers_t = ffi.metatype("struct { size_t count; double values[?]; }", {
-  __len = function(a) return tonumber(a.count) end,
-  __index = function(a, i) return a.values[i - 1] end,
-  __newindex = function(a, i, x) a.values[i - 1] = x end,
-})
+local NUMBER = { f64 = "double", f32 = "float", i32 = "int32_t", i64 = "int64_t",
+                 u8 = "uint8_t", u64 = "uint64_t" }
+local numbers_of = {}
 
-local function new_numbers(n)
-  local a = numbers_t(math.max(n, 1))
-  a.count = n
-  return a
+-- Memory by its bytes, each a power of two, that numbers have given back. The system
+-- takes longer to give new pages than the specs take to fill them.
+local free = {}
+
+for dtype, number in pairs(NUMBER) do
+  local members = "struct { size_t count, room; " .. number .. " *values; }"
+  numbers_of[dtype] = ffi.metatype(members, {
+    __index = function(a, i) return tonumber(a.values[i - 1]) end,
+    __newindex = function(a, i, x) a.values[i - 1] = x end,
+    __len = function(a) return tonumber(a.count) end,
+    __gc = function(a)
+      table.insert(free[tonumber(a.room)], ffi.cast("void *", a.values))
+    end,
+  })
+end
+
+-- The collector does not see this memory, so it runs after so many bytes of it.
+local BYTES_UNSEEN, unseen = 2 ^ 27, 0
+
+--- n numbers of a dtype, or of f64; they are not initialised.
+local function new_numbers(n, dtype)
+  local room = 2 ^ math.ceil(math.log(math.max(n * ffi.sizeof(NUMBER[dtype]), 64), 2))
+  unseen = unseen + room
+  if unseen > BYTES_UNSEEN then
+    collectgarbage()
+    unseen = room
+  end
+  free[room] = free[room] or {}
+  return numbers_of[dtype](n, room, table.remove(free[room]) or ffi.C.malloc(room))
+end
+
+local function are_numbers(x)
+  for _, ctype in pairs(numbers_of) do
+    if ffi.istype(ctype, x) then return true end
+  end
+  return false
 end
 
 --- n numbers that are all `value`.
 function M.filled(n, value)
-  local a = new_numbers(n)
+  local a = new_numbers(n, "f64")
   for i = 0, n - 1 do a.values[i] = value end
   return a
 end
 
-local host_of = { f32 = "float[?]", i32 = "int32_t[?]", i64 = "int64_t[?]",
-                  u8 = "uint8_t[?]", u64 = "uint64_t[?]" }
+--- The elements of a tensor as t:list() has them, to be read only: written, they would be
+-- rounded to its dtype. Waits for the device.
+local function elements(t)
+  local source = numbers_of[t:type()] and t or t:cast "f32"
+  local a = new_numbers(tonumber(t.count), source:type())
+  kv.check(kv.C.kvl_tensor_read(source, a.values, source:bytes()))
+  return a
+end
 
---- The elements of a tensor, as t:list() has them. Waits for the device.
+--- The elements of a tensor, as f64.
 function M.numbers(t)
-  local n, source = tonumber(t.count), host_of[t:type()] and t or t:cast "f32"
-  local host, a = ffi.new(host_of[source:type()], math.max(n, 1)), new_numbers(n)
-  kv.check(kv.C.kvl_tensor_read(source, host, source:bytes()))
-  for i = 0, n - 1 do a.values[i] = host[i] end
+  local read = elements(t)
+  local a = new_numbers(#read, "f64")
+  for i = 0, #a - 1 do a.values[i] = read.values[i] end
   return a
 end
 
 --- A tensor of numbers (or of a list).
 function M.from(dev, dtype, shape, a)
   if type(a) == "table" then return kv.from(dev, dtype, shape, a) end
-  local t = kv.tensor(dev, host_of[dtype] and dtype or "f32", shape)
+  local t = kv.tensor(dev, numbers_of[dtype] and dtype or "f32", shape)
   assert(tonumber(t.count) == #a)
-  local host = ffi.new(host_of[t:type()], math.max(#a, 1))
-  for i = 0, #a - 1 do host[i] = a.values[i] end
-  kv.check(kv.C.kvl_tensor_write(t, host, t:bytes()))
-  return host_of[dtype] and t or t:cast(dtype)
+  local host = new_numbers(#a, t:type())
+  for i = 0, #a - 1 do host.values[i] = a.values[i] end
+  kv.check(kv.C.kvl_tensor_write(t, host.values, t:bytes()))
+  return numbers_of[dtype] and t or t:cast(dtype)
 end
 
 -- ---- instruction sets and devices -----------------------------------------------------
@@ -193,14 +231,18 @@ function M.it_on_gpu(name, fn)
 end
 
 local function values_of(x)
-  local is_list = type(x) == "table" and not x.list or ffi.istype(numbers_t, x)
-  return is_list and x or M.numbers(x)
+  local is_list = type(x) == "table" and not x.list or are_numbers(x)
+  return is_list and x or elements(x)
 end
 
---- Whether two lists are in memory, and the same there.
+--- Whether two lists are numbers of one type, and the same bytes.
 local function same_bytes(a, b)
-  return ffi.istype(numbers_t, a) and ffi.istype(numbers_t, b)
-    and ffi.C.memcmp(a.values, b.values, 8 * #a) == 0
+  for dtype, ctype in pairs(numbers_of) do
+    if ffi.istype(ctype, a) then
+      return ffi.istype(ctype, b)
+        and ffi.C.memcmp(a.values, b.values, #a * ffi.sizeof(NUMBER[dtype])) == 0
+    end
+  end
 end
 
 --- Raise unless every |got[i] - want[i]| <= abs + rel * |want[i]|. Infinities and NaNs

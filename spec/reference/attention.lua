@@ -37,24 +37,23 @@ local function tree_shows(a, token, first, at, p)
   return false
 end
 
---- Offsets of the keys a row sees and their positions.
-local function keys_seen(a, seq, kv_head, position, token0, first, at0)
-  local at, positions = {}, {}
-  local len, size = a.lens[seq + 1], a.layout.block_size
+--- How many keys a row sees; writes their offsets and their positions.
+local function keys_seen(a, seq, kv_head, position, token0, first, at0, at, positions)
+  local n, len, size = 0, a.lens[seq + 1], a.layout.block_size
   local function see(p)
     local in_window = not a.window or p > position - a.window
     local block = p >= 0 and p < len and a.tables[seq * a.max_blocks
       + math.floor(p / size) + 1]
     if block and (not a.causal or p <= position) and in_window
        and tree_shows(a, token0, first, at0, p) then
-      at[#at + 1] = cache_at(a.layout, block, 0, kv_head, p % size)
-      positions[#positions + 1] = p
+      n = n + 1
+      at[n], positions[n] = cache_at(a.layout, block, 0, kv_head, p % size), p
     end
   end
   if a.listed then
     local list = token0 * a.selection_heads + (a.selection_heads > 1 and kv_head or 0)
     for i = 1, a.max_selected do see(a.listed[list * a.max_selected + i]) end
-    return at, positions
+    return n
   end
   local list_heads = a.selection and a.selection_heads or 1
   local row = seq * list_heads + (list_heads > 1 and kv_head or 0)
@@ -65,23 +64,24 @@ local function keys_seen(a, seq, kv_head, position, token0, first, at0)
       for token = 0, size - 1 do see(logical * size + token) end
     end
   end
-  return at, positions
+  return n
 end
 
---- out, lse of one row: q[q_at + 1 ...] against the given keys of a KV head.
-local function attend(a, q_at, kv_head, at, positions, position, slope, out, out_at)
-  local dim, scores, top, sum = a.layout.head_dim, {}, -INF, 0
+--- out, lse of one row: q[q_at + 1 ...] against n given keys of a KV head; writes scores.
+local function attend(a, q_at, kv_head, n, at, positions, scores, position, slope, out,
+                      out_at)
+  local dim, top, sum = a.layout.head_dim, -INF, 0
   local value = a.layout.kv_heads * a.layout.block_size * dim   -- from K to V
   local k_scale = a.k_scale and a.k_scale[kv_head + 1] or 1
   local v_scale = a.v_scale and a.v_scale[kv_head + 1] or 1
   local cache, mix, scale = a.cache, ffi.new("double[?]", dim + 1), a.scale * k_scale
-  for i = 1, #at do
+  for i = 1, n do
     local s = scale * dot(a.q, q_at, cache, at[i], dim)
     if a.soft_cap then s = a.soft_cap * math.tanh(s / a.soft_cap) end
     scores[i] = s + slope * (positions[i] - position)
     top = math.max(top, scores[i])
   end
-  for i = 1, #at do
+  for i = 1, n do
     local weight, from = math.exp(scores[i] - top), at[i] + value
     sum = sum + weight
     weight = weight * v_scale
@@ -98,7 +98,7 @@ end
 -- and v_scale (lists by KV head). Returns out, lse.
 function M.paged_attention(a)
   local out, lse, dim = {}, {}, a.layout.head_dim
-  local group = a.heads / a.layout.kv_heads
+  local group, at, positions, scores, n = a.heads / a.layout.kv_heads, {}, {}, {}, nil
   for seq = 0, #a.lens - 1 do
     local first = a.starts and a.starts[seq + 1] or seq
     local rows = a.starts and a.starts[seq + 2] - first or 1
@@ -107,9 +107,11 @@ function M.paged_attention(a)
       for head = 0, a.heads - 1 do
         local kv_head = math.floor(head / group)
         local row = (first + r) * a.heads + head
-        local at, positions = keys_seen(a, seq, kv_head, position, first + r, first,
-          a.lens[seq + 1] - rows)
-        lse[row + 1] = attend(a, row * dim, kv_head, at, positions, position,
+        if head % group == 0 then
+          n = keys_seen(a, seq, kv_head, position, first + r, first, a.lens[seq + 1] - rows,
+            at, positions)
+        end
+        lse[row + 1] = attend(a, row * dim, kv_head, n, at, positions, scores, position,
           a.alibi and a.alibi[head + 1] or 0, out, row * dim)
       end
     end
