@@ -264,7 +264,7 @@ local function check(dev)
         local kind = rng(4)
         if kind == 0 then return 1 + rng(5000) end
         if kind == 1 then return 1 + rng(3 * MIB) end
-        return (20 + rng(kind == 2 and 30 or 120)) * MIB + rng(3) * 513
+        return (20 + rng(kind == 2 and 30 or 60)) * MIB + rng(3) * 513
       end
       local function look(t, want, what)
         for _, i in ipairs { 0, math.floor(t.n / 2), t.n - 1 } do
@@ -357,7 +357,7 @@ local function check(dev)
       for seed = 1, support.is_full and 6 or 2 do
         fresh(dev)
         local before = dev:stats()
-        fuzz(seed, is_hostile and 60 or 200)
+        fuzz(seed, is_hostile and 60 or 150)
         fresh(dev)
         local after = dev:stats()
         assert.equal(0, after.bytes_cached)
