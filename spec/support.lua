@@ -11,9 +11,13 @@ local M = {}
 
 local NAN = 0 / 0
 
+--- A hostile build: its checks make kernels several times slower.
+M.is_hostile = kv.C.kvl_fail_allocation(0) == 0
+
 ffi.cdef [[
 int memcmp(const void *a, const void *b, size_t bytes);
 void *malloc(size_t bytes);
+void free(void *memory);
 ]]
 
 -- ---- many numbers ---------------------------------------------------------------------
@@ -25,8 +29,15 @@ local NUMBER = { f64 = "double", f32 = "float", i32 = "int32_t", i64 = "int64_t"
 local numbers_of = {}
 
 -- Memory by its bytes, each a power of two, that numbers have given back. The system
--- takes longer to give new pages than the specs take to fill them.
-local free = {}
+-- takes longer to give new pages than the specs take to fill them. A hostile build frees
+-- it, so that it sees leaks, and has no room that is not asked for, so that it sees what is
+-- written behind the end.
+local given_back = {}
+
+local function give_back(a)
+  if M.is_hostile then return ffi.C.free(a.values) end
+  table.insert(given_back[tonumber(a.room)], ffi.cast("void *", a.values))
+end
 
 for dtype, number in pairs(NUMBER) do
   local members = "struct { size_t count, room; " .. number .. " *values; }"
@@ -34,9 +45,7 @@ for dtype, number in pairs(NUMBER) do
     __index = function(a, i) return tonumber(a.values[i - 1]) end,
     __newindex = function(a, i, x) a.values[i - 1] = x end,
     __len = function(a) return tonumber(a.count) end,
-    __gc = function(a)
-      table.insert(free[tonumber(a.room)], ffi.cast("void *", a.values))
-    end,
+    __gc = give_back,
   })
 end
 
@@ -45,14 +54,16 @@ local BYTES_UNSEEN, unseen = 2 ^ 27, 0
 
 --- n numbers of a dtype, or of f64; they are not initialised.
 local function new_numbers(n, dtype)
-  local room = 2 ^ math.ceil(math.log(math.max(n * ffi.sizeof(NUMBER[dtype]), 64), 2))
+  local room = math.max(n, 1) * ffi.sizeof(NUMBER[dtype])
+  if not M.is_hostile then room = 2 ^ math.ceil(math.log(room, 2)) end
   unseen = unseen + room
   if unseen > BYTES_UNSEEN then
     collectgarbage()
     unseen = room
   end
-  free[room] = free[room] or {}
-  return numbers_of[dtype](n, room, table.remove(free[room]) or ffi.C.malloc(room))
+  given_back[room] = given_back[room] or {}
+  local memory = table.remove(given_back[room]) or ffi.C.malloc(room)
+  return numbers_of[dtype](n, room, memory)
 end
 
 local function are_numbers(x)
@@ -125,9 +136,6 @@ function M.it_on_cpu(name, fn)
     end)
   end
 end
-
---- A hostile build: its checks make kernels several times slower.
-M.is_hostile = kv.C.kvl_fail_allocation(0) == 0
 
 --- Why a spec is pending in a hostile build that builds programs of its own.
 M.SAME_PROGRAMS = "its programs are the same in every build: release runs them"
