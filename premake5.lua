@@ -97,7 +97,7 @@ local function c_project(kind_)
   filter { "configurations:hostile", "files:" .. BUSY }
     buildoptions { BUSY_LEVEL }
   filter {}
-  rebuild_on("$(CC) $(ALL_CFLAGS) " .. BUSY_LEVEL)
+  rebuild_on("$(CC) $(ALL_CFLAGS) busy=" .. BUSY_LEVEL)
 end
 
 for _, isa in ipairs(isas) do
