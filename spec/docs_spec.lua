@@ -264,11 +264,11 @@ describe("docs", function()
   setup(function()
     scratch = doc_blocks.scratch(kv.paths)
     scratch:sh "rm docs/*.md" -- links; the scripts of the pages go there
-    -- Policies of the pages meet only the specs that go through all policies: a process
-    -- for each of the other files would find nothing to run.
+    -- Of spec/policies, only the specs that go through all policies stay: the other files
+    -- have nothing to run for the policies of the pages.
     scratch:sh "cd spec/policies; rm $(grep -L 'tried[.]names' *_spec.lua)"
-    -- spec/lua/shell/new_spec.lua runs all that `kvlab test policy` runs; the pages, the
-    -- contract alone.
+    -- Here `kvlab test policy` runs the contract alone; spec/lua/shell/new_spec.lua runs
+    -- everything that it runs.
     scratch:sh [[cd spec; for file in $(grep -lR '#policy' lua models); do
       rm $file; echo > $file; done]]
     read_help()

@@ -287,7 +287,8 @@ local function any_value(w, rng)
   return kinds[1 + rng(#kinds)]()
 end
 
---- A table with the fields of an object, or of one of the world; one is another value.
+--- A table with the fields of `object`, or of a random object of the world. One of the
+-- fields has another value.
 function look_alike(w, rng, object)
   local all, copy, names = sorted.keys(w), {}, {}
   object = object or w[all[1 + rng(#all)]]

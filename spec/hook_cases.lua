@@ -27,7 +27,7 @@ local KNOWN = {
            emit = { last = e.weight:gt(0.05):any("token", "head"):where(e.query_position,
                       -1),
                     far = (e.weight * (e.length - e.index)):sum "token":max "head" } },
-  -- a query of a prompt that is not needed adds nothing
+  -- only the prompt's last queries count; the others add nothing
   newest = { bias = e.input "mix" / 4, log_weight = slope,
              emit = { votes = e.where(e.query_index:ge(e.length - 5), e.weight, 0)
                         :sum "token":mean "head",

@@ -210,7 +210,7 @@ end
 
 -- ---- a table --------------------------------------------------------------------------
 
---- A label without its backticks, remarks and spaces around.
+--- A label without its backticks, its remarks in parentheses and the spaces around it.
 local function plain(label)
   return trim((label:gsub("`", ""):gsub("%b()", ""):gsub("%*%*", "")))
 end

@@ -217,9 +217,9 @@ function M.source_name(mangled)
   end
 end
 
---- The names among `never` (a set of source_name) that a CUDA source launches to start
--- early: as the first argument of launch_programmatic or its kind, or anywhere in a
--- function that passes a variable there.
+--- The kernels that a CUDA source launches to start early, of those in `never` (a set of
+-- source_name). A kernel counts if it is the first argument of launch_programmatic or its
+-- kind, or if its name stands in a function that passes a variable as that argument.
 function M.launched_early(source, never)
   local found = {}
   source = source:gsub("/%*.-%*/", " ")

@@ -25,7 +25,7 @@ local TOLERANCE = { f32 = 2e-4, f8e4m3 = 0.1 }
 local EAGER = { infllm = true, nsa_branches = true }
 
 -- Policies that select for all KV heads together, or draw for them one after the other.
--- By head, they select something else.
+-- With tables by head, they select other blocks.
 local ACROSS_HEADS = { gsa_on_device = true, nsa = true, nsa_branches = true,
   random = true, topk = true, gsa = true }
 

@@ -48,7 +48,8 @@ function M.serve(round, store, each)
   return outputs
 end
 
---- What a store has of a round: the numbers of a block by request, block and layer.
+--- The KV of a round's requests that a store holds: the numbers of each block, by
+-- request, block and layer.
 function M.contents(round, store, outputs)
   local cache = kv.cache { device = "cpu", format = "f32", layers = 2, blocks = 1,
     block_size = M.BLOCK, kv_heads = 2, head_dim = 16 }

@@ -30,8 +30,8 @@ local numbers_of = {}
 
 -- Memory by its bytes, each a power of two, that numbers have given back. The system
 -- takes longer to give new pages than the specs take to fill them. A hostile build frees
--- it, so that it sees leaks, and has no room that is not asked for, so that it sees what is
--- written behind the end.
+-- it, so that it sees leaks, and has no room that is not asked for, so that it sees what
+-- is written behind the end.
 local given_back = {}
 
 local function give_back(a)
@@ -571,9 +571,9 @@ function M.once(make)
 end
 
 --- Run fn(...) over an emulated link of the CPU device (kvl_cpu_link) and return its
--- results. Afterwards the link is the command line's again. The collector rests
--- meanwhile: a hostile build overwrites freed memory, and that would take modelled time
--- whenever it happens.
+-- results. After that, the link is again the one that the command line set. The
+-- collector rests meanwhile: a hostile build overwrites freed memory, and that would take
+-- modelled time whenever it happens.
 function M.with_link(gb_s, us, fn, ...)
   local C, given = kv.C, kv.command_line
   kv.check(C.kvl_cpu_link(gb_s, us))

@@ -1,7 +1,7 @@
 --- Every op that indexes KV memory, over memory of more than 2^32 elements: it gives bit
 -- for bit what it gives over a small memory that holds the same blocks. The blocks lie on
 -- both sides of 2^31 and 2^32 elements, of as many bytes, and at the very end. On the CPU
--- nobody touches the rest of the memory, so it takes none.
+-- the rest of the memory is never touched, so the system gives no pages for it.
 local ffi = require "ffi"
 local kv = require "kvlab"
 local policy = require "kvlab.policy.policy"

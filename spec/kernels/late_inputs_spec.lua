@@ -1,7 +1,8 @@
 --- On a GPU, kernels guess before the kernels ahead of them have ended: they read
 -- lengths, tables and positions that may still change (kernels/cuda/programmatic.cuh).
--- Here a select writes these numbers. It waits for a product of some 60 us, while the op
--- after it has long begun, with what the round before left behind.
+-- Here a select writes these numbers, and it waits for a matrix product that takes some
+-- 60 us. By then the op after the select has long begun, with the numbers that the round
+-- before left behind.
 local ffi = require "ffi"
 local kv = require "kvlab"
 local support = require "spec.support"

@@ -1,6 +1,6 @@
--- Tolerance: in f32, sums of k products, 1e-5. In f16 and bf16 a norm's f32 arithmetic
--- may move a rounding of h by a step; where y is computed on its own first it is rounded,
--- too, and the result is. Results here are about 1, so that is a few steps.
+-- Tolerance: in f32, sums of k products, 1e-5. In f16 and bf16 there are up to three
+-- roundings, each of which may differ by a step: of h after the norm, of y where it is
+-- computed on its own first, and of the result. Results here are about 1.
 local kv = require "kvlab"
 local S = require "spec.support"
 local reference = require "spec.reference.math"

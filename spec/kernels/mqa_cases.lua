@@ -1,9 +1,9 @@
 --- What the specs of an indexer's logits share: queries, keys and weights, ranges of
 -- columns, and what the double-precision reference says of them.
 --
--- Sums are f32: 2e-6 of the sum of sizes of what is added on the CPU. Hopper's tensor
--- cores keep about 14 bits of a sum of products of f8e4m3 (2^-13 of its largest term, cut
--- off, for each of up to 4 steps): 2e-4. bf16 logits are rounded once more.
+-- The CPU sums in f32: its results are within 2e-6 of the sum of all magnitudes. Hopper's
+-- tensor cores keep about 14 bits of a sum of products of f8e4m3 (2^-13 of its largest
+-- term, cut off, for each of up to 4 steps): 2e-4. bf16 logits are rounded once more.
 local kv = require "kvlab"
 local reference = require "spec.reference.index"
 local support = require "spec.support"

@@ -1,5 +1,5 @@
---- Exact beside the ops that it joins: rope and append_kv on the same device give the
--- same bits. How far those may be off is their own specs' affair.
+--- Exact: rope and append_kv, the ops that it joins, give the same bits on the same
+-- device. The specs of these two have their tolerances.
 local kv = require "kvlab"
 local link_bytes = require "spec.kernels.link_bytes"
 local support = require "spec.support"

@@ -97,8 +97,8 @@ for _, kind in ipairs(support.names(kinds)) do
       lens = { 5000 }, block_size = 1, heads = 1, max_blocks = 5000, max_selected = 5000 }
   end
 end
--- Rows whose scores one thread block keeps in registers: every number of them per thread,
--- and the first row that is too long.
+-- Lengths of rows whose scores one thread block keeps in registers: one length for every
+-- number of scores that a thread can have, and the first length that is too long.
 local registers = {}
 for _, kind in ipairs(support.names(kinds)) do
   for _, n in ipairs { 1, 2, 31, 33, 1024, 1025, 2049, 2560, 2561, 4608, 4609, 8192, 8193,

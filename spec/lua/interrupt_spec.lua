@@ -6,9 +6,9 @@ local C = kv.C
 local dev = kv.device "cpu"
 
 --- Calls fn() with an interrupt at its nth instruction, or the first after it at which
--- the executable's hook would raise. `own`: the error of fn, if it raises. One that meets
--- an interrupt on its way out is one in error handling. Returns whether it raised, and
--- what.
+-- the executable's hook would raise. `own`: the error of fn, if it raises; if an
+-- interrupt comes while that error is raised, Lua makes it an error in error handling.
+-- Returns whether fn raised, and what.
 local function interrupted(n, fn, own)
   local count, is_over = 0, false
   local function hook()
@@ -31,7 +31,7 @@ local function interrupted(n, fn, own)
   return not ok, why
 end
 
---- fn(n) for n from 1 until no interrupt comes inside any more.
+--- Calls fn(n) for n from 1 on, until the interrupt comes after what fn does.
 local function at_every_instruction(fn)
   local n = 0
   repeat n = n + 1 until not fn(n)

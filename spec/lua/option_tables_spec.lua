@@ -75,7 +75,8 @@ end
 -- ---- what is wrong with a value -------------------------------------------------------
 
 local thread = coroutine.create(function() end)
--- What "expected …" says, and values that it rules out besides a thread.
+-- Patterns of what an error expects, and values that such an option must refuse. (Every
+-- option refuses a thread.)
 local RULED_OUT = {
   { "^0 %.%.%. 1", { -0.1, 1.5, "0.5", 0 / 0 } },
   { "^a whole number from (%S+) to (%S+)", { 1.5, "1", true } },

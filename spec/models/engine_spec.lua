@@ -18,7 +18,7 @@ for i = 1, 45 do TOKENS[i] = (i * 37) % 97 end
 
 local function first(n) return { unpack(TOKENS, 1, n) } end
 
---- The logits of one token of all, counted from 1.
+--- The logits of one row, counted from 1, as a list.
 local function row_of(logits, row) return logits:index(row - 1):list() end
 
 local function check(dev)

@@ -165,7 +165,8 @@ describe("nsa by tokens", function()
   end)
 
   it("lists the tokens that the heads' logits say, sink and recent first", function()
-    -- one part for each of two KV heads of 8 dims: k is exact but for f8e4m3's 3 bits
+    -- one part for each of two KV heads of 8 dims: the index keys are K itself, rounded
+    -- to f8e4m3's 3 bits
     for _, windows in ipairs { 0, 1 } do
       local run = small.play(kv.policy("nsa", options { tokens = 24, sink = windows,
         recent = windows }), { 61 }, 1)

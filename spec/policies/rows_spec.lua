@@ -55,7 +55,7 @@ OWN.shy = kv.policy.define {
   end,
 }
 
--- Like shy, by keys, too.
+-- Like shy, but its scores read keys, too.
 OWN.fickle = kv.policy.define {
   name = "fickle", decode = true, defaults = { ratio = 0.2 },
   init = function(self, shape)

@@ -108,8 +108,8 @@ function M.paged_attention(a)
         local kv_head = math.floor(head / group)
         local row = (first + r) * a.heads + head
         if head % group == 0 then
-          n = keys_seen(a, seq, kv_head, position, first + r, first, a.lens[seq + 1] - rows,
-            at, positions)
+          n = keys_seen(a, seq, kv_head, position, first + r, first,
+            a.lens[seq + 1] - rows, at, positions)
         end
         lse[row + 1] = attend(a, row * dim, kv_head, n, at, positions, scores, position,
           a.alibi and a.alibi[head + 1] or 0, out, row * dim)

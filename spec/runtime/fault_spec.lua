@@ -38,7 +38,7 @@ local function holdings()
            cached = stats.bytes_cached, streams = free_streams() }
 end
 
---- Whether the failure that was armed with n is still to come; it comes no more.
+--- Disarms the failure that was armed with n. Returns whether it had not come yet.
 local function disarm(n)
   for _ = 1, n do -- an event is two allocations
     if C.kvl_event_open(dev, out_event) < 0 then return true end

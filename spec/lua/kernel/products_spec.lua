@@ -137,8 +137,8 @@ local function difference(dev, target, seed, is_wild)
   return why and ("seed %d: %s\n%s"):format(seed, why, tostring(def.score))
 end
 
---- Cases of random kernels: a compiler takes longer than all else, so a part of them
--- where not all are asked for.
+--- Cases of random kernels. Compiling takes longest, so only --full runs all those that
+-- are compiled.
 local function random_cases(dev, target, count, count_wild)
   if target ~= "lua" and not support.is_full then
     count, count_wild = count / 2, math.floor(count_wild / 2)

@@ -22,8 +22,8 @@ local SHAPES = {
     lens = { 2, 130 } },
 }
 
---- The scores of the blocks that there are: what lies past them is read by nobody. ranks:
--- less that of the sequence's first block.
+--- The scores of the blocks that exist; nothing reads the scores behind them. ranks: take
+-- the score of the sequence's first block away from each, for scores that only rank.
 local function scores_of(rig, way, ranks)
   shipped.begin(rig)
   local scores = way.score(rig.ctx)

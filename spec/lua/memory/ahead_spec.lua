@@ -116,7 +116,7 @@ describe("blocks brought ahead", function()
         assert.equal(math.min(most, 5) * LAYERS * KV_HEADS, hot.ahead.predicted)
         assert.equal(hot.ahead.predicted, hot.hits)
       end
-      -- sequences of 63 and 26 blocks, 19 and 8 of them; at most 10: 10 and 5
+      -- of 63 and 26 blocks, 19 and 8 are selected; with at most 10 in all, 10 and 5 come
       local mode = { scores = "mean", refresh = 2, prefetch_cache_size = 10 }
       local steps = decode(dev, mode, { steps = 2 })
       local asked = steps[2].hot.ahead.predicted - steps[1].hot.ahead.predicted

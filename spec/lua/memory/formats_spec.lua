@@ -203,7 +203,7 @@ describe("a format", function()
   end)
 end)
 
--- What is summed in another order, or in 16 bits, on a GPU; the other ops are exact.
+-- Ops that a GPU sums in another order, or in 16 bits; the other ops are exact.
 local CLOSE = { paged_attention = true, ["a prompt"] = true, ["listed tokens"] = true,
                 block_mean = true, score_max_qk = true }
 

@@ -45,8 +45,8 @@ end
 
 local WINDOW, POOL = 6, 3
 
---- The mean weights of a prompt's last queries, those of a group joined by `join`; and
--- how many queries there are.
+--- The weights of each token, as means over a prompt's last queries; the heads of a group
+-- are joined by `join`. Returns the number of these queries, too.
 local function weights_of(seq, layer, head, join)
   local tokens, votes, queries = seq.held[layer][head], {}, seq.queries[layer]
   for i = 1, #tokens do votes[i] = 0 end

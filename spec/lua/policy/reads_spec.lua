@@ -54,7 +54,7 @@ local BY_HAND = {
   { "layers", { dense = 1 }, keys = BLOCKS, attended = (BLOCKS + 5) / 2 },
   -- the means once for each head of a group
   { "h2o_blocks", keys = GROUP * MEANS, bytes = TALLY },
-  -- a tally for all heads; means at the first of two steps
+  -- one tally for all heads; the means are read at the first of two steps
   { "gsa", bytes = TALLY / SHAPE.kv_heads },
   { "gsa", { scores = "mean", refresh = 2 }, keys = MEANS / 2,
     bytes = TALLY / SHAPE.kv_heads / 2 },

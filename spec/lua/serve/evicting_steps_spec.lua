@@ -20,8 +20,9 @@ local POLICIES = {
 
 local function policy(i) return kv.policy(unpack(POLICIES[i])) end
 
---- What a request gets by hand. parts: its prompt, then for each request that it came
--- from, how many tokens that one had and what it read next; nil: it decoded on.
+--- What a request gets when it is computed by hand. one.parts: its prompt; then, for each
+-- request that it continues, how many tokens that request had by then, and the tokens
+-- that were read next (nil: it went on decoding).
 local function by_hand(one, count)
   local e = model:engine { blocks = 60, block_size = 4, chunk = 64, tables = one.tables,
     max_blocks = 26, policy = policy(one.policy) }

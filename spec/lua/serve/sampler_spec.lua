@@ -61,7 +61,8 @@ support.each_device(function(dev)
                        1e300 }
     local LOGITS = { -1, 3, 5, -math.huge, 5 - 1e-6, 0, -2 }
 
-    --- The chances of LOGITS' tokens with one option at an extreme, all tokens seen.
+    --- The probabilities of LOGITS' tokens with one option at an extreme value, after a
+    -- prompt that holds every token.
     local function extreme(name, value)
       local o = drawn_options { [name] = value }
       local r = request(o, 0, { 0, 1, 2, 3, 4, 5, 6 })

@@ -59,7 +59,8 @@ describe("a generated task #release", function()
   for nth, name in ipairs(GENERATED) do
     for k, kind in ipairs { "smollm", "gpt2", "llama2", "qwen2" } do
       it(("fills its length: %s for %s"):format(name, kind), function()
-        -- a task and a tokenizer meet two of them, together they meet all
+        -- each task with each tokenizer takes two of these; with all tokenizers, all
+        -- four
         for _, o in ipairs(support.one_each({ { length = 6000, chat = false },
             { length = 6000, chat = true }, { length = 9001, chat = false },
             { length = 9001, chat = true } }, 2 * nth + k, 2)) do
