@@ -19,13 +19,11 @@ if [ $# -eq 0 ]; then
 fi
 if [ -z "$check" ]; then exec "$formatter" -i "$@"; fi
 
-files=0 lines=0
-for file; do
-  differ=$("$formatter" "$file" | diff "$file" - | grep -c '^<\|^[0-9]*a') || true
-  [ "$differ" -gt 0 ] || continue
-  echo "$file: $differ lines"
-  files=$((files + 1)) lines=$((lines + differ))
-done
-[ $files -gt 0 ] || exit 0
-echo "$lines lines of $files files differ; tools/format.sh changes them"
+# shellcheck disable=SC2016 # expanded by the inner shell
+differ=$(printf '%s\n' "$@" | xargs -P "$(nproc)" -I FILE sh -c '
+  lines=$("$0" "$1" | diff "$1" - | grep -c "^<\|^[0-9]*a")
+  [ "$lines" -eq 0 ] || echo "$1, lines that differ: $lines"' "$formatter" FILE | LC_ALL=C sort)
+[ -n "$differ" ] || exit 0
+echo "$differ"
+echo "tools/format.sh changes them"
 exit 1
