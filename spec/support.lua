@@ -63,6 +63,7 @@ local function new_numbers(n, dtype)
   end
   given_back[room] = given_back[room] or {}
   local memory = table.remove(given_back[room]) or ffi.C.malloc(room)
+  assert(memory ~= nil, "no memory for numbers")
   return numbers_of[dtype](n, room, memory)
 end
 

@@ -17,6 +17,9 @@ if [ $# -eq 0 ]; then
   set -- $(find runtime kernels spec -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' \) |
     LC_ALL=C sort)
 fi
+for file; do
+  [ -f "$file" ] || { echo "format.sh: $file is no file" >&2; exit 2; }
+done
 if [ -z "$check" ]; then exec "$formatter" -i "$@"; fi
 
 # shellcheck disable=SC2016 # expanded by the inner shell

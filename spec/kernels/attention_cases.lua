@@ -153,8 +153,8 @@ local function previous(tokens, heads, dim)
   return out, lse
 end
 
---- Takes blocks out of the tables whose keys lie before the window of every row of their
--- sequence.
+--- Takes out of the tables the blocks whose keys lie before the window of every row of
+-- their sequence.
 local function forget_blocks(c, paged, starts)
   for s, len in ipairs(c.lens) do
     local rows = starts and starts[s + 1] - starts[s] or 1
