@@ -414,6 +414,9 @@ int main(int argc, char **argv) {
                           {64, 1 << 20, 2048, PADDED},     {64, 1 << 20, 20000, NORMAL},
                           {128, 1 << 20, 2048, NORMAL},    {1, 1 << 20, 2048, NORMAL},
                           {8, 1 << 20, 2048, NORMAL},      {1, 1 << 20, 2048, RISING},
-                          {1, 1 << 21, 2048, NORMAL},      {1, 1 << 22, 2048, NORMAL}};
+                          {1, 1 << 21, 2048, NORMAL},      {1, 1 << 22, 2048, NORMAL},
+                          {1, 131072, 4096, NORMAL},       {1, 131072, 8192, NORMAL},
+                          {1, 131072, 16384, NORMAL},      {16, 131072, 8192, NORMAL},
+                          {64, 131072, 8192, NORMAL},      {64, 131072, 50000, NORMAL}};
   for (auto &t : timed) time_all(c, b, t[0], t[1], t[2], (kind)t[3]);
 }

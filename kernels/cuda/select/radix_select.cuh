@@ -420,54 +420,61 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     __syncthreads();
   }
 
-  /* A warp has words / WARPS words; a lane has an odd number of them: no bank conflicts. */
+  /* A warp has words / WARPS words. If these are few, or the lists' memory has no room for
+   * all indices, it does word after word. */
   template <class F>
   __device__ __forceinline__ uint32_t write_words(uint32_t first, uint32_t places, F emit) {
-    const uint32_t share = words / WARPS, last = (warp + 1) * share;
-    const uint32_t each = (share + WARP - 1) / WARP | 1;
-    const uint32_t from = min(warp * share + lane * each, last), to = min(from + each, last);
-    uint32_t mine = 0, filled = 0, total;
-#pragma unroll 1
-    for (uint32_t w = from; w < to; w++) {
-      mine += __popc(bits[w]);
-      if (IS_WIDE) filled += bits[w] != 0;
-    }
-    uint32_t place = places + warps_before(mine, &total);
-    const bool is_dense = __reduce_add_sync(ALL_LANES, mine) >= 2 * share;
-    bool is_even = true; /* no lane has more than the warp has words that are not empty */
-    if (IS_WIDE && !is_dense)
-      is_even = __reduce_max_sync(ALL_LANES, mine) <= __reduce_add_sync(ALL_LANES, filled);
-    if (!is_dense && is_even) { /* each lane does its own */
-#pragma unroll 1
-      for (uint32_t w = from; w < to; w++)
-#pragma unroll 1
-        for (uint32_t word = bits[w]; word; word &= word - 1)
-          emit(place++, first + w * WARP + __ffs(word) - 1);
+    const uint32_t share = words / WARPS, from = warp * share;
+    uint32_t mine = 0, total;
+#pragma unroll 4
+    for (uint32_t w = lane; w < share; w += WARP) mine += __popc(bits[from + w]);
+    uint32_t place = __shfl_sync(ALL_LANES, warps_before(mine, &total), 0);
+    if (share >= WARP && total <= (uint32_t)((char *)bits - lists) / sizeof(uint32_t)) {
+      write_staged(first, places, total, place, emit);
       return total;
     }
-    const uint32_t lanes = each == 1 ? share : WARP; /* else the warp does word after word */
-#pragma unroll 1
-    for (uint32_t e = 0; e < each; e++) {
-      const uint32_t word = from + e < to ? bits[from + e] : 0;
-      auto emit_of =
-          [&](uint32_t l) { /* the word of lane l */
-                            uint32_t other = __shfl_sync(ALL_LANES, word, l);
-                            uint32_t at = __shfl_sync(ALL_LANES, place, l) +
-                                          __popc(other & ((1u << lane) - 1));
-                            uint32_t i = first + (warp * share + l * each + e) * WARP + lane;
-                            if (other >> lane & 1) emit(at, i);
-          };
-      unsigned any = __ballot_sync(ALL_LANES, word);
-      if (!IS_WIDE || is_dense) {
+    place += places;
 #pragma unroll 4
-        for (uint32_t l = 0; l < lanes; l++) emit_of(l);
-      } else {
-#pragma unroll 1
-        for (; any; any &= any - 1) emit_of(__ffs(any) - 1);
-      }
+    for (uint32_t w = from; w < from + share; w++) {
+      const uint32_t word = bits[w];
+      if (word >> lane & 1)
+        emit(place + __popc(word & ((1u << lane) - 1)), first + w * WARP + lane);
       place += __popc(word);
     }
     return total;
+  }
+  /* Puts the indices of the bits in order into the lists' memory, and then all threads emit
+   * them side by side. place: how many bits the warps before this one have. A lane takes
+   * NEXT words at a time: few, so that it never has most of the bits, and an odd number, so
+   * that no banks conflict. */
+  template <class F>
+  __device__ __forceinline__ void write_staged(uint32_t first, uint32_t places,
+                                               uint32_t total, uint32_t place, F emit) {
+    constexpr int NEXT = 5;
+    uint32_t *const staged = (uint32_t *)lists;
+    const uint32_t share = words / WARPS, last = (warp + 1) * share;
+#pragma unroll 1
+    for (uint32_t w = warp * share; w < last; w += WARP * NEXT) {
+      const uint32_t from = w + lane * NEXT;
+      uint32_t word[NEXT], count = 0;
+#pragma unroll
+      for (int j = 0; j < NEXT; j++) {
+        word[j] = from + j < last ? bits[from + j] : 0;
+        count += __popc(word[j]);
+      }
+      if (!__any_sync(ALL_LANES, count)) continue;
+      const uint32_t upto = warp_scan(count);
+      uint32_t at = place + upto - count;
+#pragma unroll
+      for (int j = 0; j < NEXT; j++)
+#pragma unroll 1
+        for (; word[j]; word[j] &= word[j] - 1)
+          staged[at++] = first + (from + j) * WARP + __ffs(word[j]) - 1;
+      place += __shfl_sync(ALL_LANES, upto, WARP - 1);
+    }
+    __syncthreads();
+#pragma unroll 4
+    for (uint32_t i = threadIdx.x; i < total; i += THREADS) emit(places + i, staged[i]);
   }
 
   /* Guesses two keys between which the wanted-th key is likely to lie: quantiles of a
@@ -500,6 +507,7 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     const float at = __fdividef((float)wanted, part), spread = at * rsqrtf(at);
     uint32_t target[2] = {(uint32_t)fmaxf(at - 3.f * spread, 1.f),
                           (uint32_t)(at + 4.f * spread + 3.f)};
+    const uint32_t low_first = target[0];
     const bool is_open = target[1] > any; /* past the end of the sample */
     const float room = TEAM * capacity, few = room / 8, expected = target[1] * part;
     uint32_t start = least, length = most - least;
@@ -533,7 +541,9 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     const float listed_most = has_window ? room * 0.6f : min(room * 0.6f, among * 0.125f);
     const bool has_low = !list_all && expected > listed_most;
     if (has_low) *low = (sort_key)*from << 32;
-    const bool is_low_crowded = has_low && low_count * part > few;
+    const bool is_low_crowded = has_low && low_count * part > few &&
+                                expected - (float)(low_first - low_target) * part >
+                                    listed_most;
     if (IS_WIDE && (is_crowded || is_low_crowded)) {
 #pragma unroll 1 /* so that the code exists once */
       for (int is_last = is_low_crowded ? 0 : 1; is_last < 1 + is_crowded; is_last++) {
