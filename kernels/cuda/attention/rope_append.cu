@@ -132,7 +132,8 @@ __host__ __device__ constexpr int packed_lanes(int head_dim) {
 
 /* The same where numbers are packed. A warp takes a row, or several side by side, and a
  * lane takes N neighbours of it, so that eight lanes share a group. A lane also loads the
- * partners of its numbers: N neighbours, or single numbers if `pairs` is no multiple of N. */
+ * partners of its numbers: N neighbours, or single numbers if `pairs` is no multiple of N. It
+ * loads its next row while it works on one, and its first row before the sines. */
 template <class From, class To>
 __global__ void __launch_bounds__(ROPE_THREADS)
     rope_append_packed(const __grid_constant__ kvl_rope_append_args a, int rows_block) {
@@ -146,26 +147,38 @@ __global__ void __launch_bounds__(ROPE_THREADS)
   const bool early = a.tokens <= EARLY_TOKENS, inside = dim < head_dim;
   if (early) angles.make((float)read_early(a.positions + token), a.inv_freq, pairs);
   wait_for_previous();
+  const int end = min((int)(blockIdx.y + 1) * rows_block, heads + 2 * kv_heads);
+  auto from_of = [&](int row) {
+    if (row < heads) return (From *)a.q + (token * heads + row) * head_dim;
+    const bool is_v = row >= heads + kv_heads;
+    const int head = row - heads - (is_v ? kv_heads : 0);
+    return (From *)(is_v ? a.v : a.k) + (token * kv_heads + head) * head_dim;
+  };
+  const bool loads_other = pairs % N == 0 && dim < 2 * pairs;
+  pack<From, N> x, other, next = {}, next_other = {};
+  auto load = [&](int row) {
+    if (row >= end || !inside) return;
+    next = load_pack<N>(from_of(row) + dim);
+    if (loads_other && row < heads + kv_heads)
+      next_other = load_pack<N>(from_of(row) + (dim < pairs ? dim + pairs : dim - pairs));
+  };
+  int first = (int)blockIdx.y * rows_block;
+  load(first + (int)threadIdx.x / lanes);
   angles.make((float)read_early(a.positions + token), a.inv_freq, pairs, !early);
   const token_place to(a.places[token], a.cache.block_size);
   __syncthreads();
-  const int end = min((int)(blockIdx.y + 1) * rows_block, heads + 2 * kv_heads);
-  for (int first = (int)blockIdx.y * rows_block; first < end; first += step) {
+  for (; first < end; first += step) {
     const int row = first + (int)threadIdx.x / lanes;
     const bool is_q = row < heads, is_v = row >= heads + kv_heads, is = row < end && inside;
-    const int head = is_q ? row : row - heads - (is_v ? kv_heads : 0);
-    const From *const from = (const From *)(is_q   ? a.q
-                                            : is_v ? a.v
-                                                   : a.k) +
-                             (token * (is_q ? heads : kv_heads) + head) * head_dim;
-    pack<From, N> x = {};
-    if (is) x = load_pack<N>(from + dim);
-    if (is && !is_v) angles.turn_half(x, from, dim, pairs);
+    x = next, other = next_other;
+    load(row + step);
+    if (is && !is_v) angles.turn_half(x, other, from_of(row), dim, pairs);
     __syncwarp(); /* q was read */
-    if (is && is_q && dim < 2 * pairs) store_pack<N>((From *)from + dim, x);
+    if (is && is_q && dim < 2 * pairs) store_pack<N>(from_of(row) + dim, x);
     if (__all_sync(ALL_LANES, !is || is_q)) continue;
     const auto kept = pack_numbers<PACKED_GROUP / N>(x);
     if (!is || is_q) continue;
+    const int head = row - heads - (is_v ? kv_heads : 0);
     const kvl_strips &of = is_v ? a.cache.value : a.cache.key;
     To *const cell = row_in<To>(a.cache, of, to.block, head, to.offset);
     if (!cell) continue;

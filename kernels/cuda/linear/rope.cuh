@@ -35,19 +35,17 @@ struct rope_angles {
       high[j] = __fmaf_rn(v, c, __fmul_rn(u, s));
     }
   }
-  /* Rotates x, which are N numbers of the row `from`, from `dim` on. */
+  /* Rotates x, which are N numbers of the row `from`, from `dim` on. Their partners are
+   * `other` if `pairs` is a multiple of N, so that all of x are low or all are high. */
   template <class T, int N>
-  __device__ __forceinline__ void turn_half(pack<T, N> &x, const T *from, int dim,
-                                            int pairs) const {
-    const bool whole = pairs % N == 0; /* all of x are low, or all are high */
+  __device__ __forceinline__ void turn_half(pack<T, N> &x, pack<T, N> other, const T *from,
+                                            int dim, int pairs) const {
     if (dim >= 2 * pairs) return;
-    pack<T, N> other = {};
-    if (whole) other = load_pack<N>(from + (dim < pairs ? dim + pairs : dim - pairs));
 #pragma unroll
     for (int e = 0; e < N; e++) {
       const int d = dim + e, pair = d < pairs ? d : d - pairs;
       if (d >= 2 * pairs) break;
-      if (!whole) other.at[e] = from[d < pairs ? d + pairs : pair];
+      if (pairs % N) other.at[e] = from[d < pairs ? d + pairs : pair];
       const bool is_low = d < pairs;
       float low[1] = {to_float(is_low ? x.at[e] : other.at[e])};
       float high[1] = {to_float(is_low ? other.at[e] : x.at[e])};
