@@ -97,17 +97,22 @@ describe("topk", function()
     end
   end
 
-  -- Rows that a sample of the row decides: long ones, with few values or in order.
-  for _, case in ipairs { { 66, 131072, 2048 }, { 3, 131072, 20000 }, { 1, 300000, 2048 },
+  -- Rows that a sample of the row decides: long ones, of any values, of few, or in order.
+  -- 40000 indices have no room beside their row's bits.
+  for _, case in ipairs { { 66, 131072, 2048 }, { 3, 131072, 20000 }, { 2, 131072, 40000 },
+                          { 20, 70000, 9000 }, { 1, 300000, 2048 },
                           { 17, 2 ^ 20 + 5, 2048 }, { 2, 2 ^ 21 + 77, 700 } } do
     local rows, n, k = case[1], case[2], case[3]
     local kinds = { ["1 value"] = 1, ["2 values"] = 2, ["8 values"] = 8,
-                    ["64 values"] = 64, rising = true, falling = true }
+                    ["64 values"] = 64, rising = true, falling = true,
+                    normal = false }
     for kind, values in pairs(kinds) do
       local text = ("the %d of %dx%d, %s"):format(k, rows, n, kind)
       S.it_on_gpu("agrees with the CPU on " .. text, function(cuda)
         local a
-        if values == true then
+        if not values then
+          a = kv.randn(cpu, "f32", { rows, n }, { seed = 8 })
+        elseif values == true then
           local row = kv.arange(cpu, "f32", n) * (kind == "rising" and 1 or -1)
           a = kv.zeros(cpu, "f32", { rows, 1 }) + row:reshape { 1, n }
         else
