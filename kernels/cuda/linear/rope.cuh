@@ -10,7 +10,7 @@ enum { ROPE_THREADS = 128, ROPE_PAIRS = 256 }; /* pairs a block takes at a time 
 
 /* A token's sines and cosines, made once for all of its heads. */
 struct rope_angles {
-  float angle[ROPE_PAIRS], sine[ROPE_PAIRS], cosine[ROPE_PAIRS];
+  alignas(16) float angle[ROPE_PAIRS], sine[ROPE_PAIRS], cosine[ROPE_PAIRS];
 
   /* Called by all threads of the block; the caller has to add a barrier. sincosf is the
    * accurate one: positions reach millions of radians, where the fast one returns noise. A
@@ -25,30 +25,60 @@ struct rope_angles {
       sincosf(x, &sine[i], &cosine[i]);
     }
   }
+  /* Loads N neighbours; if N is a multiple of 4, the first is one, too. Single loads would
+   * meet in the banks of shared memory. */
+  template <int N>
+  static __device__ __forceinline__ void load(float (&to)[N], const float *from) {
+    if constexpr (N % 4 == 0) {
+#pragma unroll
+      for (int j = 0; j < N; j += 4) {
+        const float4 four = *(const float4 *)(from + j);
+        to[j] = four.x, to[j + 1] = four.y, to[j + 2] = four.z, to[j + 3] = four.w;
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; j++) to[j] = from[j];
+    }
+  }
   /* Rotates pairs (low, high) in place, from pair number `first` on. */
   template <int N>
   __device__ __forceinline__ void turn(float (&low)[N], float (&high)[N], int first) const {
+    float s[N], c[N];
+    load(s, sine + first), load(c, cosine + first);
 #pragma unroll
     for (int j = 0; j < N; j++) {
-      const float s = sine[first + j], c = cosine[first + j], u = low[j], v = high[j];
-      low[j] = __fmaf_rn(u, c, __fmul_rn(-v, s));
-      high[j] = __fmaf_rn(v, c, __fmul_rn(u, s));
+      const float u = low[j], v = high[j];
+      low[j] = __fmaf_rn(u, c[j], __fmul_rn(-v, s[j]));
+      high[j] = __fmaf_rn(v, c[j], __fmul_rn(u, s[j]));
     }
   }
   /* Rotates x, which are N numbers of the row `from`, from `dim` on. Their partners are
    * `other` if `pairs` is a multiple of N, so that all of x are low or all are high. */
   template <class T, int N>
-  __device__ __forceinline__ void turn_half(pack<T, N> &x, pack<T, N> other, const T *from,
-                                            int dim, int pairs) const {
+  __device__ __forceinline__ void turn_half(pack<T, N> &x, const pack<T, N> &other,
+                                            const T *from, int dim, int pairs) const {
     if (dim >= 2 * pairs) return;
+    if (pairs % N == 0) {
+      const bool is_low = dim < pairs;
+      const int first = is_low ? dim : dim - pairs;
+      float s[N], c[N];
+      load(s, sine + first), load(c, cosine + first);
+#pragma unroll
+      for (int e = 0; e < N; e++) {
+        const float y = to_float(other.at[e]);
+        x.at[e] = from_float<T>(
+            __fmaf_rn(to_float(x.at[e]), c[e], __fmul_rn(is_low ? -y : y, s[e])));
+      }
+      return;
+    }
 #pragma unroll
     for (int e = 0; e < N; e++) {
-      const int d = dim + e, pair = d < pairs ? d : d - pairs;
+      const int d = dim + e;
       if (d >= 2 * pairs) break;
-      if (pairs % N) other.at[e] = from[d < pairs ? d + pairs : pair];
       const bool is_low = d < pairs;
-      float low[1] = {to_float(is_low ? x.at[e] : other.at[e])};
-      float high[1] = {to_float(is_low ? other.at[e] : x.at[e])};
+      const int pair = is_low ? d : d - pairs;
+      float low[1] = {to_float(is_low ? x.at[e] : from[pair])};
+      float high[1] = {to_float(is_low ? from[d + pairs] : x.at[e])};
       turn(low, high, pair);
       x.at[e] = from_float<T>(is_low ? low[0] : high[0]);
     }

@@ -420,8 +420,8 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     __syncthreads();
   }
 
-  /* A warp has words / WARPS words. If these are few, or the lists' memory has no room for
-   * all indices, it does word after word. */
+  /* A warp has words / WARPS words. If these are few or dense, or the lists' memory has no
+   * room for all indices, it does word after word. */
   template <class F>
   __device__ __forceinline__ uint32_t write_words(uint32_t first, uint32_t places, F emit) {
     const uint32_t share = words / WARPS, from = warp * share;
@@ -429,7 +429,8 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
 #pragma unroll 4
     for (uint32_t w = lane; w < share; w += WARP) mine += __popc(bits[from + w]);
     uint32_t place = __shfl_sync(ALL_LANES, warps_before(mine, &total), 0);
-    if (share >= WARP && total <= (uint32_t)((char *)bits - lists) / sizeof(uint32_t)) {
+    const uint32_t room = (uint32_t)((char *)bits - lists) / sizeof(uint32_t);
+    if (share >= WARP && total <= min(8 * words, room)) {
       write_staged(first, places, total, place, emit);
       return total;
     }
