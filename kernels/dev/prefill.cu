@@ -353,8 +353,8 @@ int launch_mma(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
   auto launch = [&](auto kernel, int status) {
     if (status < 0) return status;
-    kernel<<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, subgroups,
-                                                                     (uint8_t *)a.workspace);
+    kernel<<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(
+        a, subgroups, prefill_parts{1, 1, (uint8_t *)a.workspace});
     return (int)KVL_OK;
   };
   if (a.cache.codec == KVL_CODEC_INT8)

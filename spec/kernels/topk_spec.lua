@@ -97,7 +97,7 @@ describe("topk", function()
     end
   end
 
-  -- Rows that a sample of the row decides: long ones, of any values, of few, or in order.
+  -- Rows that a sample of the row decides: long, of any values, of few, or in order.
   -- 40000 indices have no room beside their row's bits.
   for _, case in ipairs { { 66, 131072, 2048 }, { 3, 131072, 20000 }, { 2, 131072, 40000 },
                           { 20, 70000, 9000 }, { 1, 300000, 2048 },

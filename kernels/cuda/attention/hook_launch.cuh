@@ -37,6 +37,7 @@ struct hook_kernel {
   int grid_x, grid_y, threads, bytes_shared;
   bool programmatic;
   int cluster; /* thread blocks along x; 0 and 1: none */
+  int grid_z = 1;
 };
 
 inline int hook_failed(CUresult error, const char *what) {
@@ -69,7 +70,7 @@ inline int launch_hooked(const kvl_hooked_attention_args &h, const hook_kernel &
   CUlaunchConfig config = {};
   config.gridDimX = k.grid_x;
   config.gridDimY = k.grid_y;
-  config.gridDimZ = 1;
+  config.gridDimZ = k.grid_z;
   config.blockDimX = k.threads;
   config.blockDimY = config.blockDimZ = 1;
   config.sharedMemBytes = k.bytes_shared;

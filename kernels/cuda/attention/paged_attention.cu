@@ -26,7 +26,7 @@
  *           paged_wgmma.cuh    16-bit q on Hopper, several new tokens a sequence or groups of
  *                              more than 16 heads: TMA, wgmma, split-KV where there are few
  *                              rows; wgmma_plan.cuh divides its work
- *           paged_prefill.cuh  16-bit prefill elsewhere
+ *           paged_prefill.cuh  16-bit prefill elsewhere, split-KV where there are few tokens
  *           paged_mend.cuh     after both: rows in which V of unseen keys was NaN
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
  *           latent.cuh         pages whose values are the first numbers of their keys
@@ -232,6 +232,74 @@ int launch_decode_rows(const hooked &h, const kvl_cuda_queue *q) {
   return launch_decode<T, D, C, 16>(h, q);
 }
 
+/* The grid of paged_prefill, and what its shares leave. */
+struct prefill_place {
+  dim3 grid;
+  int subgroups;
+  prefill_parts parts;
+  size_t bytes; /* of the workspace */
+};
+/* A device has as many shares as it runs thread blocks at once, one on an SM. */
+template <class shape>
+prefill_place place_prefill(const kvl_paged_attention_args &a, int sm_count) {
+  prefill_place p = {};
+  const int group = (int)(a.heads / a.cache.kv_heads), dim = a.cache.key.dim;
+  const int tokens_tile = shape::ROWS / group > 1 ? shape::ROWS / group : 1;
+  p.subgroups = ceil_div(group, shape::ROWS);
+  const int lanes = a.cache.kv_heads * p.subgroups;
+  const int64_t shares = sm_count / (busy_entries(a, tokens_tile) * lanes);
+  p.parts.shares = shares < 1 ? 1 : shares > WARP ? WARP : (int)shares;
+  p.grid = dim3((unsigned)(a.tokens / tokens_tile + a.seqs), lanes, p.parts.shares);
+  /* A share reads at least 8 times the bytes of its part. */
+  const int64_t most = (a.tokens < tokens_tile ? a.tokens : tokens_tile) * group;
+  const int rows = (int)(most < shape::ROWS ? most : shape::ROWS);
+  p.parts.least = ceil_div(8 * rows * (int)sizeof(float),
+                           2 * kvl__bits(a.cache.codec) / 8 * shape::KEYS);
+  const int64_t parts = p.parts.shares * a.tokens * a.heads;
+  p.parts.notes = (uint8_t *)a.workspace;
+  p.bytes = p.parts.shares == 1 ? note_bytes(a) : (size_t)(parts + 15) / 16 * 16;
+  p.parts.out = (float *)(p.parts.notes + p.bytes);
+  p.parts.lse = p.parts.out + parts * dim;
+  if (p.parts.shares > 1) p.bytes += parts * (dim + 1) * sizeof(float);
+  return p;
+}
+
+/* Joins the shares' parts of each row. A warp takes some dims of a row, as in paged_combine;
+ * the warp with the first dims joins the notes. */
+__global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
+    prefill_combine(const __grid_constant__ kvl_paged_attention_args a,
+                    const __grid_constant__ prefill_parts parts, int dim_lanes) {
+  let_next_start();
+  wait_for_previous();
+  const combine_lanes lanes(dim_lanes);
+  const int head_dim = a.cache.value.dim, lane = threadIdx.x % WARP;
+  const int pieces = (head_dim / 4 + dim_lanes - 1) / dim_lanes;
+  const int heads = (int)a.heads, rows = (int)a.tokens * heads;
+  const int first = a.starts[0] * heads, end = a.starts[a.seqs] * heads;
+  for (int item = first * pieces + blockIdx.x * COMBINE_WARPS + threadIdx.x / WARP;
+       item < end * pieces; item += gridDim.x * COMBINE_WARPS) {
+    const int row = item / pieces, dim = lanes.dim(item - row * pieces);
+    const bool mends = __any_sync(ALL_LANES,
+                                  lane < parts.shares && parts.notes[lane * rows + row]);
+    float m, sum, x[4];
+    auto part = [&](int i) { return (uint32_t)(i * rows + row); };
+    join_parts(lanes, parts.out, parts.lse, head_dim, dim, parts.shares, part, x, m, sum);
+    if (lanes.mine == 0 && dim < head_dim && writes_row(a, mends))
+      write_row(a, end_row(a, row, m, sum), row, dim, x);
+    if (item == row * pieces && lane == 0 && mends) parts.notes[row] = 1;
+  }
+}
+
+int launch_prefill_combine(const kvl_paged_attention_args &a, const prefill_parts &parts,
+                           const kvl_cuda_queue *q) {
+  if (parts.shares == 1) return KVL_OK;
+  const int dim_lanes = combine_dim_lanes(parts.shares);
+  const int64_t items = a.tokens * a.heads * ceil_div(a.cache.value.dim / 4, dim_lanes);
+  const int64_t blocks = ceil_div(items, COMBINE_WARPS), full = 4 * (int64_t)q->sm_count;
+  return launch_programmatic(prefill_combine, (unsigned)(blocks < full ? blocks : full),
+                             COMBINE_WARPS * WARP, 0, q, a, parts, dim_lanes);
+}
+
 template <class T, int D, class C, tile_size TILES>
 int launch_prefill(const hooked &h, const kvl_cuda_queue *q) {
   using shape = prefill_shape<D, TILES>;
@@ -239,20 +307,21 @@ int launch_prefill(const hooked &h, const kvl_cuda_queue *q) {
                      shape::SHARED_BYTES + sizeof(row_lists<shape::KEYS, packs<C>>) + 256,
                      shape::THREADS));
   const kvl_paged_attention_args &a = h.base;
-  int group = (int)(a.heads / a.cache.kv_heads), subgroups = ceil_div(group, shape::ROWS);
-  int tokens_tile = shape::ROWS / group > 1 ? shape::ROWS / group : 1;
-  dim3 grid((unsigned)(a.tokens / tokens_tile + a.seqs), a.cache.kv_heads * subgroups);
-  uint8_t *notes = (uint8_t *)a.workspace;
+  const prefill_place p = place_prefill<shape>(a, q->sm_count);
+  int status;
   if (h.hook) {
-    hook_kernel k = {"", (int)grid.x, (int)grid.y, shape::THREADS, shape::SHARED_BYTES};
+    hook_kernel k = {"", (int)p.grid.x, (int)p.grid.y, shape::THREADS, shape::SHARED_BYTES};
+    k.grid_z = (int)p.grid.z;
     snprintf(k.name, sizeof k.name, "prefill_%s_%d%s", type_name<T>, D, codec_suffix<C>);
-    return launch_hooked(h, k, &a, &subgroups, q, &notes);
+    status = launch_hooked(h, k, &a, &p.subgroups, q, &p.parts);
+    return status < 0 ? status : launch_prefill_combine(a, p.parts, q);
   }
-  int status = allow_shared<paged_prefill<T, D, C>>(q, shape::SHARED_BYTES);
+  status = allow_shared<paged_prefill<T, D, C>>(q, shape::SHARED_BYTES);
   if (status < 0) return status;
   paged_prefill<T, D, C>
-      <<<grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, subgroups, notes);
-  return launch_mend<T, C>(a, q);
+      <<<p.grid, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, p.subgroups, p.parts);
+  status = launch_prefill_combine(a, p.parts, q);
+  return status < 0 ? status : launch_mend<T, C>(a, q);
 }
 
 constexpr int F32_PREFILL_ROWS = 8;
@@ -322,14 +391,26 @@ template <class T, class C> int launch_decode_dim(const hooked &h, const kvl_cud
   return launch_decode_rows<T, 256, C>(h, q);
 }
 
+/* The result of f with D of the kernel of a prefill, as a constant. */
+template <class F> auto with_prefill_dim(int d, F f) {
+  if (d <= 64) return f(std::integral_constant<int, 64>());
+  if (d <= 96) return f(std::integral_constant<int, 96>());
+  if (d <= 128) return f(std::integral_constant<int, 128>());
+  if (d <= 192) return f(std::integral_constant<int, 192>());
+  return f(std::integral_constant<int, 256>());
+}
 template <class T, class C> int launch_prefill_dim(const hooked &h, const kvl_cuda_queue *q) {
-  const int d = h.base.cache.key.dim;
   return with_tiles(q->code, [&](auto tiles) {
-    if (d <= 64) return launch_prefill<T, 64, C, tiles.value>(h, q);
-    if (d <= 96) return launch_prefill<T, 96, C, tiles.value>(h, q);
-    if (d <= 128) return launch_prefill<T, 128, C, tiles.value>(h, q);
-    if (d <= 192) return launch_prefill<T, 192, C, tiles.value>(h, q);
-    return launch_prefill<T, 256, C, tiles.value>(h, q);
+    return with_prefill_dim(h.base.cache.key.dim, [&](auto dim) {
+      return launch_prefill<T, dim.value, C, tiles.value>(h, q);
+    });
+  });
+}
+size_t prefill_bytes(const kvl_paged_attention_args &a, int device, int sm_count) {
+  return with_tiles(code_for(device), [&](auto tiles) {
+    return with_prefill_dim(a.cache.key.dim, [&](auto dim) {
+      return place_prefill<prefill_shape<dim.value, tiles.value>>(a, sm_count).bytes;
+    });
   });
 }
 
@@ -429,7 +510,7 @@ KVL_CUDA_WORKSPACE(paged_attention) {
   if (a.listed) return h.hook ? kvl::note_bytes(a) : 0;
   if (kvl::by_wgmma(h, device)) return kvl::wgmma_bytes(a, device, sm_count, h.hook);
   if (!a.starts) return kvl::place_bytes(h, kvl::decode_place(h, device, sm_count));
-  return a.dtype == KVL_DTYPE_F32 ? 0 : kvl::note_bytes(a);
+  return a.dtype == KVL_DTYPE_F32 ? 0 : kvl::prefill_bytes(a, device, sm_count);
 }
 
 KVL_CUDA_KERNEL(paged_attention) {

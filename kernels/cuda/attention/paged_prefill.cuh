@@ -8,6 +8,11 @@
  * barrier per tile. Numbers of 8 bits are converted to q's type on the way to shared memory, by
  * plain loads and stores; the scales of K and V are applied to scores and to sums.
  *
+ * Where there are too few tiles of tokens for the device, the keys of each are cut into equal
+ * shares, one for each thread block along z. These leave partial softmaxes, which
+ * prefill_combine joins in the order of shares. Where a cut lies depends on the keys that
+ * may be seen alone, so KV in slots gives the same bits as KV in its blocks.
+ *
  * Versions, 32K causal, bf16, head_dim 128, H100, 2026-11-20:
  *   1  8 warps x 16 rows, q in registers                               294 TFLOP/s
  *   2  version 1, q in shared memory, sums scaled only on a new maximum  276
@@ -33,6 +38,17 @@ template <int D, tile_size TILES = TILES_HERE> struct prefill_shape {
   static constexpr int TILE_BYTES = KEYS * PIECES * 16;
   static constexpr int Q_BYTES = Q_SHARED ? ROWS * D * 2 : 0;
   static constexpr int SHARED_BYTES = Q_BYTES + 4 * TILE_BYTES;
+};
+
+/* Into how many shares the keys are cut, at most, each of at least so many tiles; and what
+ * the shares leave, which is not there for one share but for the notes:
+ *   notes  u8   [shares, tokens, heads]            rows to mend, see paged_mend.cuh
+ *   out    f32  [shares, tokens, heads, head_dim]  normalised
+ *   lse    f32  [shares, tokens, heads]            base 2 */
+struct prefill_parts {
+  int shares, least;
+  uint8_t *notes;
+  float *out, *lse;
 };
 
 /* The rows of three tiles: tile j + 2 is looked up while tile j + 1 is copied and tile j is
@@ -233,15 +249,28 @@ __device__ __forceinline__ void raise_tops(const float (&s)[N][4], float &top0, 
   top1 = warp_max<4>(top1);
 }
 
-/* Writes row r straight from the registers: of every four it takes two, from `half` on. Four
- * lanes write 8 neighbours. */
+/* Writes row r, or its part of this share, straight from the registers: of every four it
+ * takes two, from `half` on. Four lanes write 8 neighbours. */
 template <int N>
-__device__ __forceinline__ void write_out(const kvl_paged_attention_args &a, uint8_t *notes,
-                                          const query_rows &rows, int r, int head_dim,
-                                          const float (&out)[N][4], int half, float m,
-                                          float l, bool mends, float v_scale, int pair) {
+__device__ __forceinline__ void write_out(const kvl_paged_attention_args &a,
+                                          const prefill_parts &parts, const query_rows &rows,
+                                          int r, int head_dim, const float (&out)[N][4],
+                                          int half, float m, float l, bool mends,
+                                          float v_scale, int pair) {
   int64_t row = rows.token(r) * a.heads + rows.head(r);
-  if (pair == 0) notes[row] = mends;
+  if (parts.shares > 1) {
+    row += blockIdx.z * a.tokens * a.heads;
+    const float scale = l == 0.f ? 0.f : v_scale / l;
+    if (pair == 0) parts.lse[row] = l == 0.f ? -INFINITY : m + log2f(l);
+    if (pair == 0) parts.notes[row] = mends;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+      if (n * 8 + pair < head_dim)
+        *(float2 *)(parts.out + row * head_dim + n * 8 + pair) = make_float2(
+            out[n][half] * scale, out[n][half + 1] * scale);
+    return;
+  }
+  if (pair == 0) parts.notes[row] = mends;
   if (!writes_row(a, mends)) return;
   row_end end = end_row(a, row, m, l);
   end.scale *= v_scale;
@@ -260,7 +289,7 @@ __device__ __forceinline__ void write_out(const kvl_paged_attention_args &a, uin
 
 template <class T, int D, class C, class H>
 __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int subgroups,
-                                        uint8_t *notes, const H &hook) {
+                                        const prefill_parts &parts, const H &hook) {
   using shape = prefill_shape<D>;
   constexpr int KEYS = shape::KEYS, PIECES = shape::PIECES;
   extern __shared__ __align__(128) char shared[];
@@ -278,7 +307,15 @@ __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int s
   const int last = tile_q.index0 + tile_q.tokens - 1;
   const paged_walk walk(a, tile_q.seq, kv_head, a.causal ? min(last + 1, length) : length,
                         window_begin(a, tile_q.index0));
-  const int tile0 = walk.first / KEYS, tiles = (walk.keys + KEYS - 1) / KEYS;
+  int tile0 = walk.first / KEYS, tiles = (walk.keys + KEYS - 1) / KEYS;
+  if (parts.shares > 1) { /* the tiles of this share; without any, its part is empty */
+    /* A selection of all blocks is cut as the blocks themselves. */
+    if (walk.keys >= walk.end) tile0 = walk.begin / KEYS;
+    const int count = max((min(walk.keys, walk.end) + KEYS - 1) / KEYS - tile0, 0);
+    const int shares = max(min(count / parts.least, parts.shares), 1), z = blockIdx.z;
+    if (z + 1 != shares) tiles = z < shares ? tile0 + count * (z + 1) / shares : tile0;
+    if (z < shares) tile0 += count * z / shares;
+  }
   const char *cache = (const char *)a.cache.memory;
   const int64_t to_value = walk.to_value();
   const uint32_t tiles_at = shared_address(shared + shape::Q_BYTES);
@@ -373,16 +410,16 @@ __device__ __forceinline__ void prefill(const kvl_paged_attention_args &a, int s
   copy_wait<0>();
   const float v_scale = a.cache.v_scale ? a.cache.v_scale[kv_head] : 1.f;
   if (row0.has)
-    write_out(a, notes, rows, row0.r, head_dim, out, 0, m0, l0, mends0, v_scale, pair);
+    write_out(a, parts, rows, row0.r, head_dim, out, 0, m0, l0, mends0, v_scale, pair);
   if (row1.has)
-    write_out(a, notes, rows, row1.r, head_dim, out, 2, m1, l1, mends1, v_scale, pair);
+    write_out(a, parts, rows, row1.r, head_dim, out, 2, m1, l1, mends1, v_scale, pair);
 }
 
 template <class T, int D, class C = T>
 __global__ void __launch_bounds__(prefill_shape<D>::THREADS, 1)
     paged_prefill(const __grid_constant__ kvl_paged_attention_args a, int subgroups,
-                  uint8_t *notes) {
-  prefill<T, D, C>(a, subgroups, notes, no_hook());
+                  const __grid_constant__ prefill_parts parts) {
+  prefill<T, D, C>(a, subgroups, parts, no_hook());
 }
 
 }  // namespace kvl

@@ -42,8 +42,9 @@ extern "C" __global__ void __maxnreg__((kvl::decode_shape<%d, %s, %d>::REGISTERS
 local PREFILL = [[
 extern "C" __global__ void __launch_bounds__(kvl::prefill_shape<%d>::THREADS, 1)
     prefill_%s_%d%s(const __grid_constant__ kvl_paged_attention_args a, int subgroups,
-                    uint8_t *notes, const __grid_constant__ policy_hook hook) {
-  kvl::prefill<%s, %d, %s>(a, subgroups, notes, hook);
+                    const __grid_constant__ kvl::prefill_parts parts,
+                    const __grid_constant__ policy_hook hook) {
+  kvl::prefill<%s, %d, %s>(a, subgroups, parts, hook);
 }
 ]]
 -- After each of them.
