@@ -99,8 +99,8 @@ describe("topk", function()
 
   -- Rows that a sample of the row decides: long, of any values, of few, or in order.
   -- 40000 indices have no room beside their row's bits.
-  for _, case in ipairs { { 66, 131072, 2048 }, { 3, 131072, 20000 }, { 2, 131072, 40000 },
-                          { 20, 70000, 9000 }, { 1, 300000, 2048 },
+  for _, case in ipairs { { 66, 131072, 2048 }, { 3, 131072, 20000 },
+                          { 2, 131072, 40000 }, { 20, 70000, 9000 }, { 1, 300000, 2048 },
                           { 17, 2 ^ 20 + 5, 2048 }, { 2, 2 ^ 21 + 77, 700 } } do
     local rows, n, k = case[1], case[2], case[3]
     local kinds = { ["1 value"] = 1, ["2 values"] = 2, ["8 values"] = 8,
