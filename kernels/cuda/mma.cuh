@@ -136,13 +136,24 @@ __device__ __forceinline__ uint2 next_term(float (&x)[4]) {
 }
 
 /* Widens eight numbers of 8 bits to the 16-bit T, times a scale (except for f8e4m3). */
-template <class T, class C> __device__ __forceinline__ uint4 widen(const C *p, float scale) {
-  float x[8];
-  load_floats(p, x);
+template <class T, class C>
+__device__ __forceinline__ uint4 widen(const uint2 &eight, float scale) {
+  if constexpr (same<C, f8e4m3>) {
+    const uint2 low = halves_of(eight.x), high = halves_of(eight.y);
+    auto to = [](uint32_t two) {
+      if constexpr (same<T, __half>) return two;
+      const float2 x = unpack2(two, __half());
+      return pack2(x.x, x.y, T());
+    };
+    return make_uint4(to(low.x), to(low.y), to(high.x), to(high.y));
+  } else {
+    float x[8];
+    load_floats((const C *)&eight, x);
 #pragma unroll
-  for (int e = 0; !same<C, f8e4m3> && e < 8; e++) x[e] *= scale;
-  return make_uint4(pack2(x[0], x[1], T()), pack2(x[2], x[3], T()), pack2(x[4], x[5], T()),
-                    pack2(x[6], x[7], T()));
+    for (int e = 0; e < 8; e++) x[e] *= scale;
+    return make_uint4(pack2(x[0], x[1], T()), pack2(x[2], x[3], T()), pack2(x[4], x[5], T()),
+                      pack2(x[6], x[7], T()));
+  }
 }
 
 }  // namespace kvl

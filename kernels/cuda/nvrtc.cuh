@@ -121,16 +121,6 @@ KVL_RTC_INLINE __nv_fp8_storage_t __nv_cvt_float_to_fp8(float x, int, int) {
   return (uint8_t)y;
 }
 #else
-/* The seven low bits are those of an f16, less 8 in the exponent; NaN is 0x7F. */
-KVL_RTC_INLINE uint16_t kvl_f8_to_f16(uint8_t x) {
-  const uint32_t bits = (uint32_t)(x & 0x7F) << 7;
-  const float y = __half2float(__ushort_as_half((uint16_t)bits)) * 256.f;
-  const uint16_t magnitude = (x & 0x7F) == 0x7F ? 0x7FFF : __float2half_rn(y).bits;
-  return (uint16_t)(magnitude | (x & 0x80) << 8);
-}
-KVL_RTC_INLINE __half2_raw __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t x, int) {
-  return {kvl_f8_to_f16((uint8_t)x), kvl_f8_to_f16((uint8_t)(x >> 8))};
-}
 /* Nothing that is compiled with a hook writes f8e4m3. */
 __device__ __nv_fp8_storage_t __nv_cvt_float_to_fp8(float x, int, int);
 #endif

@@ -87,27 +87,44 @@ __device__ __forceinline__ void fetch_tile(
   const int tid = threadIdx.x;
   const uint32_t k_at = tiles_at + (t & 1) * 2 * shape::TILE_BYTES;
   const uint32_t v_at = k_at + shape::TILE_BYTES;
+  constexpr int COUNT = shape::KEYS * PIECES / shape::THREADS;
+  /* Numbers of 8 bits are loaded together and then converted: one wait for memory. */
+  constexpr int AT_ONCE = same<C, T> ? 1 : COUNT % 4 == 0 ? 4 : COUNT % 3 == 0 ? 3 : 1;
 #pragma unroll
-  for (int i = 0; i < shape::KEYS * PIECES / shape::THREADS; i++) {
-    int r = (i * shape::THREADS + tid) / PIECES, piece = (i * shape::THREADS + tid) % PIECES;
-    bool valid = lists.index[t % 3][r] >= 0 && piece * 8 < head_dim;
-    const char *k = valid ? cache + lists.offset[t % 3][r] + piece * 8 * sizeof(C) : cache;
-    const char *v = valid ? k + to_value : cache;
-    uint32_t to = tile_byte<PIECES>(r, piece);
-    if constexpr (same<C, T>) {
-      copy_async(k_at + to, k, valid);
-      copy_async(v_at + to, v, valid);
-    } else {
-      const uint4 none = make_uint4(0, 0, 0, 0);
-      float by_k = 1.f, by_v = 1.f;
-      if constexpr (packs<C>) {
-        if (valid) {
-          const char *const scales = cache + lists.scales[t % 3][r];
-          by_k = scale_at(scales, piece * 8), by_v = scale_at(scales + to_value, piece * 8);
+  for (int first = 0; first < COUNT; first += AT_ONCE) {
+    uint2 k_came[AT_ONCE], v_came[AT_ONCE];
+    float by_k[AT_ONCE], by_v[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int at = (first + i) * shape::THREADS + tid, r = at / PIECES;
+      const int piece = at % PIECES;
+      const bool valid = lists.index[t % 3][r] >= 0 && piece * 8 < head_dim;
+      const char *k = valid ? cache + lists.offset[t % 3][r] + piece * 8 * sizeof(C) : cache;
+      const char *v = valid ? k + to_value : cache;
+      if constexpr (same<C, T>) {
+        copy_async(k_at + tile_byte<PIECES>(r, piece), k, valid);
+        copy_async(v_at + tile_byte<PIECES>(r, piece), v, valid);
+      } else {
+        k_came[i] = valid ? *(const uint2 *)k : make_uint2(0, 0);
+        v_came[i] = valid ? *(const uint2 *)v : make_uint2(0, 0);
+        by_k[i] = by_v[i] = 1.f;
+        if constexpr (packs<C>) {
+          if (valid) {
+            const char *const scales = cache + lists.scales[t % 3][r];
+            by_k[i] = scale_at(scales, piece * 8);
+            by_v[i] = scale_at(scales + to_value, piece * 8);
+          }
         }
       }
-      store_shared(k_at + to, valid ? widen<T>((const C *)k, by_k) : none);
-      store_shared(v_at + to, valid ? widen<T>((const C *)v, by_v) : none);
+    }
+    if constexpr (!same<C, T>) {
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) {
+        const int at = (first + i) * shape::THREADS + tid;
+        const uint32_t to = tile_byte<PIECES>(at / PIECES, at % PIECES);
+        store_shared(k_at + to, widen<T, C>(k_came[i], by_k[i]));
+        store_shared(v_at + to, widen<T, C>(v_came[i], by_v[i]));
+      }
     }
   }
 }
