@@ -13,7 +13,8 @@
  *   find     a histogram of the listed ranks gives the bin of the wanted-th key; a second
  *            pass over the list gives the few keys of that bin, which are all compared with
  *            each other
- *   write    sums over words give the output index of every bit: index order needs no sort
+ *   write    sums over words give the output index of every bit: index order needs no sort.
+ *            The indices of long rows are put side by side in shared memory first
  * If the guess was wrong, or too many elements lie in the bracket (because the sample does
  * not represent the row), retry narrows the bracket exactly, 11 bits of the key at a time,
  * by reading the row again. No atomic decides an order: lists are unordered sets, and bits
