@@ -19,9 +19,12 @@
  * 5  4 with lists sent by bulk copies, loops left rolled (which was worth a tenth), dense
  *    words written by the whole warp
  * 6  5 with a sample that grows with the row and knows its indices, so that a bracket of equal
- *    numbers ends at an index; long rows in a smaller part of shared memory: the shipped one.
+ *    numbers ends at an index; long rows in a smaller part of shared memory.
  *    H200, 2026-11-22, [64,2^20] k 2048, [64,131072] with 8 values: 5 takes 365 and 151 us, 6
  *    takes 109 and 33; notes/20261122-topk.md
+ * 7  6 with the indices of long rows put side by side in shared memory before they are
+ *    written: the shipped one. H200, 2026-11-28, topk by index, [1,131072] k 8192: 6 takes
+ *    38 us, 7 takes 22; notes/20261128-cliffs.md
  * Since then select has rows of up to 9216 in a kernel of their own, see select.cu. */
 #include <cstring>
 #include <thread>
