@@ -79,15 +79,15 @@ topic("divides long work at head_dims that no tile has", {
     dtype = "int8", q = "f16", prev = true },
 })
 topic("divides the keys of a few new tokens", {
-  { lens = { 1500, 40, 700 }, rows = { 5, 1, 2 }, block_size = 24, group = 4,
+  { lens = { 900, 40, 420 }, rows = { 5, 1, 2 }, block_size = 24, group = 4,
     head_dim = 64, dtype = "bf16", window = 600, prev = true },
-  { lens = { 1300, 900 }, rows = { 4, 7 }, block_size = 17, group = 2, kv_heads = 2,
+  { lens = { 600, 420 }, rows = { 4, 7 }, block_size = 17, group = 2, kv_heads = 2,
     head_dim = 32, dtype = "f16", select = "heads", slots = "gaps", soft_cap = 9 },
-  { lens = { 1100 }, rows = { 3 }, block_size = 16, group = 4, head_dim = 128,
-    dtype = "bf16", poison = { 1, 2, 700 } },
-  { lens = { 1100 }, rows = { 3 }, block_size = 16, group = 4, head_dim = 128,
+  { lens = { 520 }, rows = { 3 }, block_size = 16, group = 4, head_dim = 128,
+    dtype = "bf16", poison = { 1, 2, 300 } },
+  { lens = { 520 }, rows = { 3 }, block_size = 16, group = 4, head_dim = 128,
     dtype = "f16", poison = { 1 }, prev = true },
-  { lens = { 1000, 3 }, rows = { 9, 2 }, block_size = 16, group = 2, head_dim = 64,
+  { lens = { 500, 3 }, rows = { 9, 2 }, block_size = 16, group = 2, head_dim = 64,
     dtype = "bf16", tree = true },
 })
 
