@@ -183,7 +183,9 @@ function M.compile(source, isa)
   local ok, why = pcall(files.write, folder .. "/kernel.c", source)
   local image
   if ok then image, why = compile_in(folder, cc, M.flags(isa, source)) end
-  os.execute(files.shell_line { "rm", "-rf", folder })
+  for _, name in ipairs { "/kernel.c", "/kernel.so", "/log", "" } do
+    os.remove(folder .. name)
+  end
   return image, why
 end
 
