@@ -27,14 +27,14 @@ __device__ __forceinline__ uint32_t f8_halves(uint32_t x) {
   asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(y) : "r"(0x5C005C00u)); /* 256 */
   return y | (nan >> 15) * 0x7FFFu;
 }
-/* Two f8e4m3 as two f16, and four as four: exact. */
+/* Two f8e4m3 as two f16, and four as four: exact. The same for every GPU. */
 __device__ __forceinline__ uint32_t f8_to_f16(uint16_t x) {
   return f8_halves(__byte_perm(x, 0, 0x1404));
 }
 __device__ __forceinline__ uint2 halves_of(uint32_t x) {
   return make_uint2(f8_to_f16((uint16_t)x), f8_halves(__byte_perm(x, 0, 0x3424)));
 }
-#else
+#else /* which has an instruction for it */
 __device__ __forceinline__ uint32_t f8_to_f16(uint16_t x) {
   const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(x, __NV_E4M3);
   return pair.x | (uint32_t)pair.y << 16;

@@ -10,8 +10,8 @@
  *
  * Where there are too few tiles of tokens for the device, the keys of each are cut into equal
  * shares, one for each thread block along z. These leave partial softmaxes, which
- * prefill_combine joins in the order of shares. Where a cut lies depends on the keys that
- * may be seen alone, so KV in slots gives the same bits as KV in its blocks.
+ * prefill_combine joins in the order of shares. Only the keys that may be seen decide where
+ * the cuts are, so KV in slots gives the same bits as KV in its blocks.
  *
  * Versions, 32K causal, bf16, head_dim 128, H100, 2026-11-20:
  *   1  8 warps x 16 rows, q in registers                               294 TFLOP/s
@@ -40,8 +40,8 @@ template <int D, tile_size TILES = TILES_HERE> struct prefill_shape {
   static constexpr int SHARED_BYTES = Q_BYTES + 4 * TILE_BYTES;
 };
 
-/* Into how many shares the keys are cut, at most, each of at least so many tiles; and what
- * the shares leave, which is not there for one share but for the notes:
+/* The keys are cut into at most `shares` shares of at least `least` tiles each. They leave
+ * this (a single share leaves only its notes):
  *   notes  u8   [shares, tokens, heads]            rows to mend, see paged_mend.cuh
  *   out    f32  [shares, tokens, heads, head_dim]  normalised
  *   lse    f32  [shares, tokens, heads]            base 2 */
