@@ -18,23 +18,24 @@ struct f8e4m3 {
 template <class A, class B> constexpr bool same = false;
 template <class A> constexpr bool same<A, A> = true;
 
+/* f8_to_f16: two f8e4m3 as two f16; halves_of: four as four. Exact. From sm_89 on there is an
+ * instruction for it. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-/* Two f8e4m3 as two f16, each from the upper byte of its 16 bits. The seven low bits of a
- * number are those of an f16 that is 256 times smaller; NaN is 0x7F. */
+/* Two of them, each in the upper byte of its 16 bits. The seven low bits of a number are
+ * those of an f16 that is 256 times smaller; NaN is 0x7F. */
 __device__ __forceinline__ uint32_t f8_halves(uint32_t x) {
   const uint32_t magnitude = x & 0x7F007F00u, nan = magnitude + 0x01000100u & 0x80008000u;
   uint32_t y = (x & 0x80008000u) | magnitude >> 1;
   asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(y) : "r"(0x5C005C00u)); /* 256 */
   return y | (nan >> 15) * 0x7FFFu;
 }
-/* Two f8e4m3 as two f16, and four as four: exact. The same for every GPU. */
 __device__ __forceinline__ uint32_t f8_to_f16(uint16_t x) {
   return f8_halves(__byte_perm(x, 0, 0x1404));
 }
 __device__ __forceinline__ uint2 halves_of(uint32_t x) {
   return make_uint2(f8_to_f16((uint16_t)x), f8_halves(__byte_perm(x, 0, 0x3424)));
 }
-#else /* which has an instruction for it */
+#else
 __device__ __forceinline__ uint32_t f8_to_f16(uint16_t x) {
   const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(x, __NV_E4M3);
   return pair.x | (uint32_t)pair.y << 16;
