@@ -18,7 +18,7 @@ local PARALLEL = "spec/kernels/"
 local FIRST = { ["docs_spec.lua"] = true, ["front_door_spec.lua"] = true,
                 ["slurm_spec.lua"] = true, ["prefetch_stress_spec.lua"] = true,
                 ["hook_prefill_cuda_spec.lua"] = true, ["hook_spec.lua"] = true,
-                ["hook_random_cuda_spec.lua"] = true }
+                ["hook_random_cuda_spec.lua"] = true, ["wrong_commands_spec.lua"] = true }
 
 -- Bytes that are shown of what a spec says when it fails.
 local MESSAGE_MAX = 20000
