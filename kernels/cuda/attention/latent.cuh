@@ -35,11 +35,18 @@ namespace kvl {
 
 #if KVL_SM90A
 
+/* The reference of a row's weights is a score, in base 2, that no score of the row has passed
+ * by more than this: so it seldom changes. f16 holds 128 times such a weight. */
+constexpr float LATENT_RISE = 9.f;
+
 /* A consumer of many rows: 64 of q, and half of the values' columns. A thread has two rows,
  * with two of every eight columns; `product` says which. The weights of an even tile are
  * passed in memory of their own, those of an odd tile in the memory of the tile's last
- * piece. */
-template <class T, class shape> struct latent_many {
+ * piece. HALF: 0, the even tiles and the first columns, or 1.
+ *
+ * What runs once for a piece of work is short code: instructions that run for the first time
+ * come from memory, which takes longer than what they do. */
+template <class T, class shape, int HALF> struct latent_many {
   static constexpr int KEYS = shape::KEYS, COLUMNS = shape::D / 2, STEPS = KEYS / 16;
   static constexpr int BOTH = 2 * WARPGROUP;       /* threads of both consumers */
   static constexpr int EVEN = 1, ODD = 2, END = 3; /* barriers: weights are ready; the end */
@@ -47,35 +54,39 @@ template <class T, class shape> struct latent_many {
   const kvl_paged_attention_args &a;
   const wgmma_plan &plan;
   latent_memory<shape> &memory;
-  const int half, warp, lane, pair; /* pair: this lane's first column of every eight */
-  const int r0, r1;                 /* its rows */
+  const int warp, lane, pair; /* pair: this lane's first column of every eight */
+  const int r0, r1;           /* its rows */
   const score_rule rule;
   const wgmma_work *w; /* in shared memory: registers are short */
   wgmma_sight sight[2];
   int low, high; /* every row of the warp sees all of a tile within them */
   float s[KEYS / 2], out[COLUMNS / 2];
-  /* The reference, which is the largest score so far, in base 2; and the sum of the weights
-   * of this consumer's tiles. */
-  float m[2], l[2];
+  float m[2], l[2]; /* the reference; the sum of the weights of this consumer's tiles */
   uint32_t p[STEPS][4];
   latent_stage<shape> stage;
 
   __device__ __forceinline__ latent_many(const kvl_paged_attention_args &a_,
                                          const wgmma_plan &plan_,
-                                         latent_memory<shape> &memory_, int half_)
-      : a(a_), plan(plan_), memory(memory_), half(half_), warp(threadIdx.x / WARP % 4),
+                                         latent_memory<shape> &memory_)
+      : a(a_), plan(plan_), memory(memory_), warp(threadIdx.x / WARP % 4),
         lane(threadIdx.x % WARP), pair(lane % 4 * 2), r0(warp * 16 + lane / 4), r1(r0 + 8),
         rule(a_) {}
 
+  /* The address of Q, which is the same in all lanes. The shuffle tells the compiler so, which
+   * then neither keeps matrices in registers of lanes nor computes them ahead of their use. */
+  __device__ __forceinline__ uint32_t q_of_all() const {
+    return __shfl_sync(ALL_LANES, memory.q(), 0);
+  }
   /* The products of this consumer's tile, piece by piece as it comes. */
   __device__ __forceinline__ void scores() {
-    const uint64_t q = matrix_at(memory.q(), 1024);
+    const uint32_t at = q_of_all();
+    const uint64_t q = matrix_at(at, 1024);
 #pragma unroll
     for (int i = 0; i < LATENT_PIECES; i++) {
       const int piece = latent_piece(i);
-      const uint64_t k = matrix_at(memory.keys(half) + latent_piece_at(piece),
+      const uint64_t k = matrix_at(at + memory.keys_at(HALF) + latent_piece_at(piece),
                                    latent_group(piece));
-      barrier_wait(memory.full(half, piece), stage.phases >> half & 1);
+      barrier_wait(memory.full(HALF, piece), stage.phases >> HALF & 1);
       if (plan.box == 0) fence_async();
       products_begin();
 #pragma unroll
@@ -91,7 +102,7 @@ template <class T, class shape> struct latent_many {
   }
   /* Turns products into scores in base 2, of keys that are seen. */
   __device__ __forceinline__ void finish_scores() {
-    const int *const index = memory.indices[half] + pair;
+    const int *const index = memory.indices[HALF] + pair;
     if (a.soft_cap > 0.f) {
       cap_scores(rule.scale, rule.cap, s);
     } else {
@@ -111,31 +122,37 @@ template <class T, class shape> struct latent_many {
                                           (float)kvl__apart(index[j / 2 * 8 + j % 2], at);
       }
     }
-    const int2 span = memory.span(half);
+    const int2 span = memory.span(HALF);
     if (span.x < low || span.y > high) mask(index);
   }
   __device__ __forceinline__ void mask(const int *index) {
     const int length = a.lens[w->seq], tree = tree_begin(a, length), last = w->tokens - 1;
-#pragma unroll
+    uint32_t hidden = 0; /* bit i: s[i] */
+#pragma unroll 1
     for (int i = 0; i < KEYS / 2; i++) {
       const int key = index[i / 4 * 8 + (i & 1)], row = i / 2 & 1;
-      bool sees = sight[row].sees(key);
+      bool sees = (row ? sight[1] : sight[0]).sees(key);
       if (sees && key >= tree)
         sees = tree_shows(a, w->token0 + min((row ? r1 : r0) / w->heads_each, last), length,
                           key);
-      if (!sees) s[i] = -INFINITY;
+      hidden |= (uint32_t)!sees << i;
     }
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; i++)
+      if (hidden >> i & 1) s[i] = -INFINITY;
   }
-  __device__ __forceinline__ float largest(int r) const {
+  /* The reference for row r from this tile on, if it was `before`. */
+  __device__ __forceinline__ float reference(int r, float before) const {
     float top = -INFINITY;
 #pragma unroll
     for (int n = 0; n < KEYS / 8; n++)
       top = fmaxf(top, fmaxf(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
-    return warp_max<4>(top);
+    top = warp_max<4>(top);
+    return top > before + LATENT_RISE ? top : before;
   }
   /* Raises the reference of both rows, and all sums with it. */
   __device__ __forceinline__ void raise(float top0, float top1) {
-    if (!__any_sync(ALL_LANES, top0 > m[0] || top1 > m[1])) return;
+    if (!__any_sync(ALL_LANES, top0 != m[0] || top1 != m[1])) return;
     const float top[2] = {top0, top1};
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -149,13 +166,13 @@ template <class T, class shape> struct latent_many {
       }
     }
   }
-  /* The largest scores up to a tile, from one consumer to the other. */
+  /* A number of each row, from one consumer to the other. */
   __device__ __forceinline__ void tell(float top0, float top1) {
-    float *const told = memory.told[half];
+    float *const told = memory.told[HALF];
     if (pair == 0) told[r0] = top0, told[r1] = top1;
   }
   __device__ __forceinline__ float2 heard() const {
-    const float *const told = memory.told[1 - half];
+    const float *const told = memory.told[1 - HALF];
     return {told[r0], told[r1]};
   }
   /* Turns scores into weights, sums them up and passes them to the other consumer. */
@@ -172,7 +189,7 @@ template <class T, class shape> struct latent_many {
 #pragma unroll
       for (int i = 0; i < 4; i++)
         p[k][i] = pack2(s[8 * k + 2 * i], s[8 * k + 2 * i + 1], T());
-      store_matrices(weights_at(half, k), p[k]);
+      store_matrices(weights_at(HALF, k), p[k]);
     }
   }
   /* The address of this lane's eight weights for 16 keys: the k-th 16 keys of a tile. */
@@ -183,12 +200,12 @@ template <class T, class shape> struct latent_many {
   }
   __device__ __forceinline__ void take_weights(uint32_t (&x)[STEPS][4]) const {
 #pragma unroll
-    for (int k = 0; k < STEPS; k++) load_matrices(x[k], weights_at(1 - half, k));
+    for (int k = 0; k < STEPS; k++) load_matrices(x[k], weights_at(1 - HALF, k));
   }
   /* Begins O += P V for a tile. */
   __device__ __forceinline__ void values(int tile, const uint32_t (&x)[STEPS][4]) {
-    const uint64_t v = matrix_at(memory.keys(tile) + latent_piece_at(half),
-                                 latent_group(half), 1024);
+    const uint64_t v = matrix_at(q_of_all() + memory.keys_at(tile) + latent_piece_at(HALF),
+                                 latent_group(HALF), 1024);
     if (plan.box == 0) fence_async(); /* the other consumer may have waited for the tile */
     products_begin();
 #pragma unroll
@@ -199,7 +216,7 @@ template <class T, class shape> struct latent_many {
   __device__ __forceinline__ void values_done(int tile) {
     products_wait<0>();
     settle(out);
-    memory.release(tile, half);
+    memory.release(tile, HALF);
   }
 
   /* Two tiles, or a last single one: the part of the consumer of the even tile. After the
@@ -209,7 +226,7 @@ template <class T, class shape> struct latent_many {
     if (last) barrier_arrive_warp(memory.q_empty(), lane);
     memory.release(0, LATENT_LAST);
     finish_scores();
-    const float top0 = fmaxf(m[0], largest(0)), top1 = fmaxf(m[1], largest(1));
+    const float top0 = reference(0, m[0]), top1 = reference(1, m[1]);
     float sum[2];
     tell(top0, top1);
     weigh(top0, top1, sum);
@@ -217,29 +234,22 @@ template <class T, class shape> struct latent_many {
     raise(top0, top1);
     l[0] += sum[0], l[1] += sum[1];
     values(0, p);
-    if (two) {
-      named_sync(ODD, BOTH);
-      const float2 top = heard();
-      uint32_t others[STEPS][4];
-      take_weights(others);
-      memory.release(1, LATENT_LAST);
-      values_done(0);
-      raise(top.x, top.y);
-      values(1, others);
-      values_done(1);
-    } else {
-      values_done(0);
-    }
+    values_done(0);
+    if (!two) return;
+    named_sync(ODD, BOTH);
+    const float2 top = heard();
+    uint32_t others[STEPS][4];
+    take_weights(others);
+    memory.release(1, LATENT_LAST);
+    raise(top.x, top.y);
+    values(1, others);
+    values_done(1);
   }
   /* The part of the consumer of the odd tile. */
   __device__ __forceinline__ void attend_odd(bool two, bool last) {
-    float own0 = -INFINITY, own1 = -INFINITY;
     if (two) scores();
     if (last) barrier_arrive_warp(memory.q_empty(), lane);
-    if (two) {
-      finish_scores();
-      own0 = largest(0), own1 = largest(1);
-    }
+    if (two) finish_scores();
     named_sync(EVEN, BOTH);
     const float2 top = heard();
     uint32_t others[STEPS][4];
@@ -247,7 +257,7 @@ template <class T, class shape> struct latent_many {
     raise(top.x, top.y);
     values(0, others);
     if (!two) return values_done(0);
-    const float top0 = fmaxf(top.x, own0), top1 = fmaxf(top.y, own1);
+    const float top0 = reference(0, top.x), top1 = reference(1, top.y);
     float sum[2];
     tell(top0, top1);
     weigh(top0, top1, sum);
@@ -267,45 +277,64 @@ template <class T, class shape> struct latent_many {
     for (int n = 0; n < COLUMNS / 8; n++) all += out[4 * n + 2 * r] + out[4 * n + 2 * r + 1];
     return !(warp_sum<4>(all) * 0.f == 0.f);
   }
-  __device__ __forceinline__ void write_part(int i, int r, float sum, bool mended) const {
-    const int D = a.cache.value.dim, begin = half * COLUMNS;
-    const int64_t row = (int64_t)w->part * plan.rows + r;
-    const float scale = sum == 0.f ? 0.f : 1.f / sum;
-    if (half == 0 && pair == 0)
-      plan.lse[row] = mended ? NAN : sum == 0.f ? -INFINITY : m[i] + log2f(sum);
+  /* Calls give(at, x, y) for the thread's two numbers of row i in eight columns, which are
+   * at a row's `at`. */
+  template <class F> __device__ __forceinline__ void each_pair(int i, F give) {
 #pragma unroll
     for (int n = 0; n < COLUMNS / 8; n++)
-      if (begin + n * 8 < D)
-        *(float2 *)(plan.out + row * D + begin + n * 8 + pair) = make_float2(
-            out[4 * n + 2 * i] * scale, out[4 * n + 2 * i + 1] * scale);
+      if (HALF * COLUMNS + n * 8 < a.cache.value.dim)
+        give(HALF * COLUMNS + n * 8 + pair, out[4 * n + 2 * i], out[4 * n + 2 * i + 1]);
   }
-  /* Four lanes hold eight neighbours of a row together; each writes a run of eight. */
+  __device__ __forceinline__ void write_part(int i, int r, float sum, bool mended) {
+    const int64_t row = (int64_t)w->part * plan.rows + r;
+    if (HALF == 0 && pair == 0)
+      plan.lse[row] = mended ? NAN : sum == 0.f ? -INFINITY : m[i] + log2f(sum);
+    write_floats(i, true, sum == 0.f ? 0.f : 1.f / sum, plan.out + row * a.cache.value.dim);
+  }
+  /* Writes row i of the result to `to`, times `scale`. */
+  __device__ __forceinline__ void write_floats(int i, bool writes, float scale, float *to) {
+    if (!writes) return;
+    each_pair(i, [=](int at, float x, float y) {
+      *(float2 *)(to + at) = make_float2(x * scale, y * scale);
+    });
+  }
+  /* Four lanes hold four runs of eight neighbours together; each writes one. */
+  template <class O>
+  __device__ __forceinline__ void write_halves(int i, bool writes, float scale, O *to) const {
+#pragma unroll
+    for (int n = 0; n < COLUMNS / 8; n += 4) {
+      float x[4]; /* two numbers each */
+#pragma unroll
+      for (int b = 0; b < 4; b++) {
+        const float *const y = out + 4 * (n + b) + 2 * i;
+        x[b] = __uint_as_float(pack2(y[0] * scale, y[1] * scale, O()));
+      }
+      turn_quad(x, lane);
+      const int at = HALF * COLUMNS + (n + lane % 4) * 8;
+      if (writes && at < a.cache.value.dim)
+        *(float4 *)(to + at) = make_float4(x[0], x[1], x[2], x[3]);
+    }
+  }
   __device__ __forceinline__ void write_row(int i, int r, bool has, float sum, bool mended) {
-    const int D = a.cache.value.dim;
     const query_rows rows = w->rows();
-    const int64_t row = rows.token(r) * a.heads + rows.head(r);
-    const bool first = has && half == 0 && pair == 0, writes = has && writes_row(a, mended);
+    const int64_t row = rows.token(r) * a.heads + rows.head(r), at = row * a.cache.value.dim;
+    const bool first = has && HALF == 0 && pair == 0, writes = has && writes_row(a, mended);
     if (first) plan.notes[row] = mended;
     row_end end = {};
     if (writes) end = end_row(a, row, m[i], sum);
     if (writes && first && a.lse) a.lse[row] = end.lse;
-#pragma unroll
-    for (int n = 0; n < COLUMNS / 8; n += 4) {
-      float even[4], odd[4], y[8];
-#pragma unroll
-      for (int b = 0; b < 4; b++) {
-        even[b] = out[4 * (n + b) + 2 * i];
-        odd[b] = out[4 * (n + b) + 2 * i + 1];
-      }
-      turn_quad(even, lane);
-      turn_quad(odd, lane);
-#pragma unroll
-      for (int b = 0; b < 4; b++) y[2 * b] = even[b], y[2 * b + 1] = odd[b];
-      const int dim = half * COLUMNS + (n + lane % 4) * 8;
-      if (!writes || dim >= D) continue;
-      finish(a, end, row * D + dim, y);
-      store_out(a, row * D + dim, y);
+    if (end.keep != 0.f) {
+      each_pair(i, [&](int column, float &x, float &y) {
+        const float2 prev = *(const float2 *)(a.prev_out + at + column);
+        x = x * end.scale + prev.x * end.keep;
+        y = y * end.scale + prev.y * end.keep;
+      });
+      end.scale = 1.f;
     }
+    if (a.out_dtype == KVL_DTYPE_F32) write_floats(i, writes, end.scale, (float *)a.out + at);
+    else if (a.out_dtype == KVL_DTYPE_F16)
+      write_halves(i, writes, end.scale, (__half *)a.out + at);
+    else write_halves(i, writes, end.scale, (__nv_bfloat16 *)a.out + at);
   }
   __device__ __forceinline__ void write_work() {
     /* A row that has to be computed again is marked by the sign of its sum. */
@@ -323,12 +352,9 @@ template <class T, class shape> struct latent_many {
     for (int i = 0; i < 2; i++) {
       const int r = i ? r1 : r0;
       const bool mended = own[i] || __float_as_int(other[i]) < 0;
-      const float all = half == 0 ? sum[i] + fabsf(other[i]) : fabsf(other[i]) + sum[i];
-      if (w->part >= 0) {
-        if (r < count) write_part(i, r, all, mended);
-      } else {
-        write_row(i, r, r < count, all, mended);
-      }
+      const float all = HALF == 0 ? sum[i] + fabsf(other[i]) : fabsf(other[i]) + sum[i];
+      if (w->part < 0) write_row(i, r, r < count, all, mended);
+      else if (r < count) write_part(i, r, all, mended);
     }
   }
 
@@ -357,7 +383,7 @@ template <class T, class shape> struct latent_many {
       for (int tile = 0; tile < w->tiles; tile += 2) {
         const bool two = tile + 1 < w->tiles;
         const bool last = tile + 2 >= w->tiles;
-        if (half == 0) attend_even(two, last);
+        if (HALF == 0) attend_even(two, last);
         else attend_odd(two, last);
         stage.phases ^= two ? 3 : 1;
       }
@@ -590,15 +616,16 @@ __global__ void __maxnreg__(shape::REGISTERS)
   if (warpgroup == 1 || warpgroup == 2) {
     registers_take<shape::TAKE>();
     if constexpr (shape::FEW) latent_few<T, shape>(a, plan, memory, warpgroup - 1).attend();
-    else latent_many<T, shape>(a, plan, memory, warpgroup - 1).attend();
+    else if (warpgroup == 1) latent_many<T, shape, 0>(a, plan, memory).attend();
+    else latent_many<T, shape, 1>(a, plan, memory).attend();
   } else {
     registers_give<shape::GIVE>();
     if constexpr (shape::F8)
       latent_converter<T, shape>(a, plan, memory, warp < 4 ? warp : warp - 8).bring();
-    else if (warp == 2) bring_queries<T>(a, memory);
     else if (warp == 3) find_work(a, plan, memory);
-    else if (plan.box == 0) bring_latents(a, plan, memory, warp);
+    else if (plan.box == 0 && warp < 2) bring_latents(a, plan, memory, warp);
     else if (warp == 0) bring_boxes(a, map, last, plan, memory);
+    else bring_queries<T>(a, memory, 2 - warp, plan.box == 0 ? 1 : 2);
   }
 #endif
 }

@@ -1,5 +1,5 @@
 /* The shared memory of a thread block of latent.cuh, its barriers, and the warps that fill it:
- * one finds the work, one brings Q and two bring keys. */
+ * one finds the work, and three bring Q and keys. */
 #ifndef KVL_CUDA_LATENT_MEMORY_CUH
 #define KVL_CUDA_LATENT_MEMORY_CUH
 
@@ -69,9 +69,10 @@ template <class shape> struct latent_memory {
   alignas(8) uint64_t barriers[3 * PIECES + 2 + 2 * SLOTS];
 
   __device__ uint32_t q() const { return tiles(); }
-  __device__ uint32_t keys(int stage) const {
-    return tiles() + shape::Q_BYTES + stage * shape::TILE_BYTES;
+  static __device__ constexpr uint32_t keys_at(int stage) { /* behind Q */
+    return shape::Q_BYTES + stage * shape::TILE_BYTES;
   }
+  __device__ uint32_t keys(int stage) const { return tiles() + keys_at(stage); }
   __device__ uint32_t weights() const { return keys(STAGES); }
   __device__ float *partial(int consumer) const {
     extern __shared__ char dynamic[];
@@ -109,12 +110,12 @@ template <class shape> struct latent_memory {
         barrier_init(empty(s, piece), CONSUMER_WARPS / 2); /* those of one consumer */
         barrier_init(side(s, piece), 1);
       }
-    barrier_init(q_full(), shape::F8 ? COPIERS * WARP : WARP);
+    barrier_init(q_full(), (shape::F8 ? COPIERS : plan.box ? 2 : 1) * WARP);
     barrier_init(q_empty(), CONSUMER_WARPS);
     for (int i = 0; i < SLOTS; i++) {
       barrier_init(work_full(i), 1);
       /* One of the warps that convert finds the work. */
-      const int others = shape::F8 ? COPIERS - 1 : 1 + copiers;
+      const int others = shape::F8 ? COPIERS - 1 : 3;
       barrier_init(work_empty(i), (CONSUMER_WARPS + others) * WARP);
     }
     barrier_init_done();
@@ -145,12 +146,14 @@ template <class T, class shape>
 __device__ __forceinline__ void copy_queries(const kvl_paged_attention_args &a,
                                              latent_memory<shape> &memory,
                                              const wgmma_work &w, int share, int shares) {
-  const int lane = threadIdx.x % WARP, pieces = a.cache.key.dim / 8;
+  const int lane = threadIdx.x % WARP, pieces = a.cache.key.dim / 8, step = shares * 4;
   const query_rows rows = w.rows();
+  int r = share * 4 + lane / 8, token = r / w.heads_each, head = r - token * w.heads_each;
 #pragma unroll 1
-  for (int r = share * 4 + lane / 8; r < shape::ROWS; r += shares * 4) {
+  for (; r < shape::ROWS; r += step, head += step) {
+    for (; head >= w.heads_each; head -= w.heads_each) token++;
     const bool has = r < rows.count;
-    const int64_t row = has ? rows.token(r) * a.heads + rows.head(r) : 0;
+    const int64_t row = has ? (w.token0 + token) * a.heads + w.head0 + head : 0;
     const T *const from = (const T *)a.q + row * a.cache.key.dim + lane % 8 * 8;
 #pragma unroll
     for (int part = 0; part < shape::PARTS; part++)
@@ -159,14 +162,14 @@ __device__ __forceinline__ void copy_queries(const kvl_paged_attention_args &a,
   }
 }
 
-/* One warp brings the rows of Q. */
+/* One of `shares` warps brings rows of Q. */
 template <class T, class shape>
-__device__ void bring_queries(const kvl_paged_attention_args &a,
-                              latent_memory<shape> &memory) {
+__device__ void bring_queries(const kvl_paged_attention_args &a, latent_memory<shape> &memory,
+                              int share, int shares) {
   uint32_t step = 0;
   each_work(memory, [&](const wgmma_work &w) {
     barrier_wait(memory.q_empty(), (step++ & 1) ^ 1);
-    copy_queries<T>(a, memory, w, 0, 1);
+    copy_queries<T>(a, memory, w, share, shares);
     copy_commit();
     copy_wait<0>();
     fence_async();

@@ -9,33 +9,31 @@
 namespace kvl {
 namespace {
 
-/* A warp takes some dims of a query row. The warp with the first dims computes the row
- * again if that is necessary (paged_mend.cuh); with a hook, it notes the row. After an
- * attention with few rows the kernel starts early, as paged_combine does, so what it does
- * before its wait costs nothing. */
+/* `each` thread blocks have an item. Of a divided one, a warp takes some dims of a query row; the
+ * warp with the first dims computes the row again if that is necessary (paged_mend.cuh); with a
+ * hook, it notes the row. Of a whole item, noted rows are computed again. After an attention
+ * with few rows the kernel starts early, as paged_combine does, so what it does before its wait
+ * costs nothing. */
 template <class T, class C, int MOST>
 __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     wgmma_combine(const __grid_constant__ kvl_paged_attention_args a,
-                  const __grid_constant__ wgmma_plan plan, int dim_lanes, bool hooked) {
+                  const __grid_constant__ wgmma_plan plan, int each, int dim_lanes,
+                  bool hooked) {
 #if KVL_SM90A
-  const int D = a.cache.value.dim;
+  const int D = a.cache.value.dim, lane = threadIdx.x % WARP;
   let_next_start();
   const combine_lanes lanes(dim_lanes);
   const int pieces = (D / 4 + dim_lanes - 1) / dim_lanes;
-  const int items = plan.entries * plan.lanes * plan.rows * pieces;
-  for (int item = blockIdx.x * COMBINE_WARPS + threadIdx.x / WARP; item < items;
-       item += gridDim.x * COMBINE_WARPS) {
-    int rest = item / pieces;
-    const bool is_first = item == rest * pieces;
-    const int dim = lanes.dim(item - rest * pieces);
-    const int r = rest % plan.rows;
-    rest /= plan.rows;
-    const int entry = rest / plan.lanes, to_lane = rest - entry * plan.lanes;
+  const int warp = blockIdx.x % each * COMBINE_WARPS + threadIdx.x / WARP;
+  const int warps = each * COMBINE_WARPS;
+  for (int item = blockIdx.x / each; item < plan.entries * plan.lanes;
+       item += gridDim.x / each) {
+    const int entry = item / plan.lanes, to_lane = item - entry * plan.lanes;
     /* Lengths may be read before the wait: the attention waited for them. */
     wgmma_work w(a, plan, entry);
     w.set_lane(a, plan, to_lane, plan.rows_most);
     const query_rows rows = w.rows();
-    if (w.tokens == 0 || r >= rows.count) continue;
+    if (w.tokens == 0) continue;
     wait_for_previous(); /* after the first time this costs nothing */
     const uint32_t total = plan.firsts[plan.entries], before = plan.firsts[entry];
     const uint32_t tiles = (plan.firsts[entry + 1] - before) / plan.groups();
@@ -43,24 +41,37 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     const uint32_t shares = shares_used(plan, total), first = before + group * tiles;
     const int share = share_of(total, first, shares);
     const int count = share_of(total, first + tiles - 1, shares) - share + 1;
-    const int64_t row = rows.token(r) * a.heads + rows.head(r);
-    bool mends;
-    if (count == 1) {
-      mends = !hooked && is_first && plan.notes[row];
-    } else {
-      float m, sum, x[4];
-      auto part = [&](int i) {
-        return (uint32_t)(plan.part(share + i, beside, i == 0) * plan.rows + r);
-      };
-      join_parts(lanes, plan.out, plan.lse, D, dim, count, part, x, m, sum);
-      mends = sum != sum && !a.listed;
-      if (lanes.mine == 0 && dim < D && !mends)
-        write_row(a, end_row(a, row, m, sum), row, dim, x);
-      if (hooked && is_first && threadIdx.x % WARP == 0) plan.notes[row] = mends;
-    }
-    if (mends && is_first && !hooked) {
-      const mend_row again(a, row);
-      compute_row<T, C, MOST>(a, again, no_hook());
+    auto row_of = [&](int r) { return rows.token(r) * a.heads + rows.head(r); };
+    const bool whole = count == 1;
+    const int steps = !whole   ? rows.count * pieces
+                      : hooked ? 0
+                               : (rows.count + WARP - 1) / WARP;
+    for (int i = warp; i < steps; i += warps) {
+      uint32_t again; /* bit n: row r + n has to be computed again */
+      int r = i * WARP;
+      if (whole) {
+        again = __ballot_sync(ALL_LANES,
+                              r + lane < rows.count && plan.notes[row_of(r + lane)]);
+      } else {
+        r = i / pieces;
+        const bool is_first = i == r * pieces;
+        const int dim = lanes.dim(i - r * pieces);
+        const int64_t row = row_of(r);
+        float m, sum, x[4];
+        auto part = [&](int p) {
+          return (uint32_t)(plan.part(share + p, beside, p == 0) * plan.rows + r);
+        };
+        join_parts(lanes, plan.out, plan.lse, D, dim, count, part, x, m, sum);
+        const bool mends = sum != sum && !a.listed;
+        if (lanes.mine == 0 && dim < D && !mends)
+          write_row(a, end_row(a, row, m, sum), row, dim, x);
+        if (hooked && is_first && lane == 0) plan.notes[row] = mends;
+        again = mends && is_first && !hooked;
+      }
+      for (; again; again &= again - 1) {
+        const mend_row noted(a, row_of(r + __ffs(again) - 1));
+        compute_row<T, C, MOST>(a, noted, no_hook());
+      }
     }
   }
   wait_for_previous();
@@ -70,15 +81,16 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
 template <class T, class C, int MOST>
 int launch_codec(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool hooked,
                  const kvl_cuda_queue *q) {
-  const int64_t items = (int64_t)plan.entries * plan.lanes;
+  const int64_t items = (int64_t)plan.entries * plan.lanes, full = 4 * (int64_t)q->sm_count;
   const int dim_lanes = combine_dim_lanes(plan.shares * plan.side / items + 2);
-  const int64_t warps = items * plan.rows * ceil_div(a.cache.value.dim / 4, dim_lanes);
-  const int64_t blocks = ceil_div(warps, COMBINE_WARPS), full = 4 * (int64_t)q->sm_count;
+  const int64_t warps = plan.rows * ceil_div(a.cache.value.dim / 4, dim_lanes);
+  const int64_t most = ceil_div(warps, COMBINE_WARPS), fit = items < full ? full / items : 1;
+  const int each = (int)(most < fit ? most : fit);
   const int status = prefer_shared<wgmma_combine<T, C, MOST>>(q);
   if (status < 0) return status;
   return launch_programmatic(wgmma_combine<T, C, MOST>,
-                             (unsigned)(blocks < full ? blocks : full), COMBINE_WARPS * WARP,
-                             0, q, a, plan, dim_lanes, hooked);
+                             (unsigned)((items < full ? items : full) * each),
+                             COMBINE_WARPS * WARP, 0, q, a, plan, each, dim_lanes, hooked);
 }
 template <class T>
 int launch_dtype(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool hooked,
