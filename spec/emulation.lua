@@ -38,8 +38,8 @@ function M.problem()
 end
 
 local FLAGS = { "g++", "-std=c++17", "-Og", "-w", "-fPIC",
-                "-I" .. ROOT .. "/kernels",
-                "-I" .. ROOT .. "/runtime" }
+                "-I" .. ROOT .. "/kernels", "-I" .. ROOT .. "/runtime",
+                "-I" .. ROOT .. "/spec" }
 -- Halves are converted in hardware where that is there.
 if support.isa() ~= "plain" then FLAGS[#FLAGS + 1] = "-mf16c" end
 
@@ -49,22 +49,46 @@ local function run(words, log)
   return os.execute(("%s 2>%s"):format(files.shell_line(all), files.shell_line { log }))
 end
 
--- The header and that of all kernels, precompiled with the first kernel of a spec file.
-local precompiled = temporary.path "emulation.h"
+-- The name of the precompiled header in its folder, without ".gch".
+local NAME = cache.HEADER:match "^(.*)%.gch$"
+
+--- Precompiles a header of this text into a folder.
+local function precompile(text, folder)
+  local path = folder .. "/" .. NAME
+  files.make_folder(path:match "^(.*)/")
+  files.write(path, text)
+  run({ "-x", "c++-header", path }, "/dev/null")
+  return path
+end
+
+local precompiled
+
+--- The path of the emulation's header and that of all kernels, precompiled. They lie
+-- beside the kernels that were compiled, so one process makes them for all. Where nothing
+-- can be kept, each spec file makes its own.
+local function header_path()
+  if precompiled and files.real(precompiled) then return precompiled end
+  local text = files.read(HEADER) .. '#include "cuda/expression.cuh"\n'
+  local kept = cache.headers(table.concat({ text, files.read(HEADER_MMA),
+    table.concat(FLAGS, " "), ffi.string(library.C.kvl_code_headers()) }, "\0"))
+  if kept and not files.real(kept) then
+    local part = kept .. "." .. tostring(ffi.C.getpid())
+    precompile(text, part)
+    if not os.rename(part, kept) then -- another process was faster
+      os.execute(files.shell_line { "rm", "-rf", part })
+    end
+  end
+  precompiled = kept and files.real(kept) and kept .. "/" .. NAME
+    or precompile(text, temporary.folder())
+  return precompiled
+end
 
 --- The image of a kernel's source; nil and what the compiler says.
 function M.compile(source)
   local from, to, log = os.tmpname(), os.tmpname(), os.tmpname()
-  if not files.real(precompiled) then
-    if not files.real(precompiled:match "^(.*)/") then
-      precompiled = temporary.path "emulation.h" -- another file's specs
-    end
-    files.write(precompiled, files.read(HEADER) .. '#include "cuda/expression.cuh"\n')
-    run({ "-I" .. ROOT .. "/spec", "-x", "c++-header", precompiled }, log)
-  end
   files.write(from, source .. ENTRY)
-  local status = run({ "-shared", "-include", precompiled, "-x", "c++", "-o", to, from },
-    log)
+  local status = run({ "-shared", "-include", header_path(), "-x", "c++", "-o", to,
+    from }, log)
   local image, why = status == 0 and files.read(to), files.read(log)
   for _, path in ipairs { from, to, log } do os.remove(path) end
   return image or nil, why
