@@ -89,6 +89,8 @@ function Case:load(change)
   for name, value in pairs(change) do
     if value == "absent" then changed[name] = nil else changed[name] = value end
   end
+  -- A file that is written again over an old one goes to the disk when it is closed.
+  os.remove(self.folder .. "/config.json")
   local file = assert(io.open(self.folder .. "/config.json", "w"))
   file:write(json.encode(changed))
   file:close()
