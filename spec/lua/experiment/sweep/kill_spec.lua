@@ -5,8 +5,10 @@ local process = require "kvlab.experiment.sweep.process"
 local processes = require "spec.processes"
 local results = require "kvlab.experiment.results"
 local rig = require "spec.lua.experiment.sweep.rig"
+local support = require "spec.support"
 
-local SHARDS, KILLS, ROWS = 4, 20, 2400
+local SHARDS, KILLS = 4, support.is_full and 20 or 12
+local ROWS = 120 * KILLS
 local PREFIX = "cd '%s' && SPEC_US=3000 exec '%s' %s >/dev/null 2>&1"
 
 --- The size of a file; 0 if there is none.
