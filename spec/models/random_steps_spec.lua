@@ -3,9 +3,8 @@
 -- ./kvlab run spec/random_steps.lua --set from=1 --set to=1000
 local scripts = require "spec.scripts"
 local support = require "spec.support"
-local tried = require "spec.tried_policies"
 
-local SCRIPTS = support.is_full and 80 or tried.own and 20 or 28 -- each twice
+local SCRIPTS = support.is_full and 80 or 20 -- each twice
 
 support.each_device(function(dev)
   local name = "random scripts of steps give the same on any tier on %s #policy"
