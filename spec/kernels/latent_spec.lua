@@ -138,6 +138,17 @@ for _, group in ipairs { 1, 16, 20, 32, 33, 64, 128, 130 } do
     end
   end
 end
+for _, dtype in ipairs { "bf16", "f16", "f8_latent" } do -- scores rise from key to key
+  for _, rows in ipairs { false, { 3, 70 } } do
+    large[#large + 1] = { lens = { 900, 700 }, rows = rows or nil, group = 64,
+      head_dim = 576, value_dim = 512, dtype = dtype, block_size = 64, alibi = true }
+  end
+end
+for _, out in ipairs { "f32", "f16" } do -- joined with what came before, in parts
+  large[#large + 1] = { lens = { 900, 130 }, group = 40, head_dim = 576,
+    value_dim = 512, dtype = "bf16", out = out, block_size = 64, select = "shared",
+    prev = true, parts = 3 }
+end
 for _, block_size in ipairs { 1, 5, 8, 48, 128 } do
   for _, dtype in ipairs { "f16", "f8_latent" } do
     large[#large + 1] = { lens = { 700, 3, 0, 129 }, group = 16, head_dim = 576,
