@@ -144,7 +144,7 @@ for _, dtype in ipairs { "bf16", "f16", "f8_latent" } do -- scores rise from key
       head_dim = 576, value_dim = 512, dtype = dtype, block_size = 64, alibi = true }
   end
 end
-for _, out in ipairs { "f32", "f16" } do -- joined with what came before, in parts
+for _, out in ipairs { "f32", "bf16" } do -- joined with what came before, in parts
   large[#large + 1] = { lens = { 900, 130 }, group = 40, head_dim = 576,
     value_dim = 512, dtype = "bf16", out = out, block_size = 64, select = "shared",
     prev = true, parts = 3 }

@@ -9,69 +9,102 @@
 namespace kvl {
 namespace {
 
-/* `each` thread blocks have an item. Of a divided one, a warp takes some dims of a query row; the
- * warp with the first dims computes the row again if that is necessary (paged_mend.cuh); with a
- * hook, it notes the row. Of a whole item, noted rows are computed again. After an attention
- * with few rows the kernel starts early, as paged_combine does, so what it does before its wait
- * costs nothing. */
-template <class T, class C, int MOST>
-__global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
-    wgmma_combine(const __grid_constant__ kvl_paged_attention_args a,
-                  const __grid_constant__ wgmma_plan plan, int each, int dim_lanes,
-                  bool hooked) {
 #if KVL_SM90A
-  const int D = a.cache.value.dim, lane = threadIdx.x % WARP;
-  let_next_start();
-  const combine_lanes lanes(dim_lanes);
-  const int pieces = (D / 4 + dim_lanes - 1) / dim_lanes;
-  const int warp = blockIdx.x % each * COMBINE_WARPS + threadIdx.x / WARP;
-  const int warps = each * COMBINE_WARPS;
-  for (int item = blockIdx.x / each; item < plan.entries * plan.lanes;
-       item += gridDim.x / each) {
-    const int entry = item / plan.lanes, to_lane = item - entry * plan.lanes;
-    /* Lengths may be read before the wait: the attention waited for them. */
+/* The rows of an item, and where its partial results are. The lengths may be read before the
+ * kernel waits: the attention waited for them. */
+struct combined_item {
+  query_rows rows;
+  int beside, share = 0, count = 1; /* the first of `count` shares with a part of the item */
+  __device__ __forceinline__ combined_item(const kvl_paged_attention_args &a,
+                                           const wgmma_plan &plan, int entry, int to_lane) {
     wgmma_work w(a, plan, entry);
     w.set_lane(a, plan, to_lane, plan.rows_most);
-    const query_rows rows = w.rows();
-    if (w.tokens == 0) continue;
+    rows = w.rows();
+    if (w.tokens == 0) rows.count = 0;
+    const int group = to_lane / plan.side;
+    beside = to_lane - group * plan.side;
+    if (rows.count == 0) return;
     wait_for_previous(); /* after the first time this costs nothing */
     const uint32_t total = plan.firsts[plan.entries], before = plan.firsts[entry];
     const uint32_t tiles = (plan.firsts[entry + 1] - before) / plan.groups();
-    const int group = to_lane / plan.side, beside = to_lane - group * plan.side;
     const uint32_t shares = shares_used(plan, total), first = before + group * tiles;
-    const int share = share_of(total, first, shares);
-    const int count = share_of(total, first + tiles - 1, shares) - share + 1;
-    auto row_of = [&](int r) { return rows.token(r) * a.heads + rows.head(r); };
-    const bool whole = count == 1;
-    const int steps = !whole   ? rows.count * pieces
-                      : hooked ? 0
-                               : (rows.count + WARP - 1) / WARP;
-    for (int i = warp; i < steps; i += warps) {
-      uint32_t again; /* bit n: row r + n has to be computed again */
-      int r = i * WARP;
-      if (whole) {
-        again = __ballot_sync(ALL_LANES,
-                              r + lane < rows.count && plan.notes[row_of(r + lane)]);
-      } else {
-        r = i / pieces;
-        const bool is_first = i == r * pieces;
-        const int dim = lanes.dim(i - r * pieces);
-        const int64_t row = row_of(r);
-        float m, sum, x[4];
-        auto part = [&](int p) {
-          return (uint32_t)(plan.part(share + p, beside, p == 0) * plan.rows + r);
-        };
-        join_parts(lanes, plan.out, plan.lse, D, dim, count, part, x, m, sum);
-        const bool mends = sum != sum && !a.listed;
-        if (lanes.mine == 0 && dim < D && !mends)
-          write_row(a, end_row(a, row, m, sum), row, dim, x);
-        if (hooked && is_first && lane == 0) plan.notes[row] = mends;
-        again = mends && is_first && !hooked;
+    share = share_of(total, first, shares);
+    count = share_of(total, first + tiles - 1, shares) - share + 1;
+  }
+  __device__ __forceinline__ int64_t row(const kvl_paged_attention_args &a, int r) const {
+    return rows.token(r) * a.heads + rows.head(r);
+  }
+  /* Joins some dims of row r, and writes them. Returns whether the row has to be computed
+   * again. */
+  __device__ __forceinline__ bool join(const kvl_paged_attention_args &a,
+                                       const wgmma_plan &plan, const combine_lanes &lanes,
+                                       int r, int dim) const {
+    const int D = a.cache.value.dim;
+    float m, sum, x[4];
+    auto part = [&](int i) {
+      return (uint32_t)(plan.part(share + i, beside, i == 0) * plan.rows + r);
+    };
+    join_parts(lanes, plan.out, plan.lse, D, dim, count, part, x, m, sum);
+    const bool mends = sum != sum && !a.listed;
+    if (lanes.mine == 0 && dim < D && !mends)
+      write_row(a, end_row(a, row(a, r), m, sum), row(a, r), dim, x);
+    return mends;
+  }
+};
+#endif
+
+/* A warp takes some dims of a query row. The warp with the first dims computes the row
+ * again if that is necessary (paged_mend.cuh); with a hook, it notes the row. After an
+ * attention with few rows the kernel starts early, as paged_combine does, so what it does
+ * before its wait costs nothing.
+ * BY_ITEM: a thread block has one item after the other. To find out that an item is whole
+ * takes longer than to join a row, so this is for more items than shares. */
+template <class T, class C, int MOST, bool BY_ITEM>
+__global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
+    wgmma_combine(const __grid_constant__ kvl_paged_attention_args a,
+                  const __grid_constant__ wgmma_plan plan, int dim_lanes, bool hooked) {
+#if KVL_SM90A
+  let_next_start();
+  const combine_lanes lanes(dim_lanes);
+  const int pieces = (a.cache.value.dim / 4 + dim_lanes - 1) / dim_lanes;
+  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  const int items = plan.entries * plan.lanes;
+  auto again = [&](int64_t row) {
+    const mend_row noted(a, row);
+    compute_row<T, C, MOST>(a, noted, no_hook());
+  };
+  auto join = [&](const combined_item &item, int r, int piece) {
+    const bool mends = item.join(a, plan, lanes, r, lanes.dim(piece)) && piece == 0;
+    if (hooked && piece == 0 && lane == 0) plan.notes[item.row(a, r)] = mends;
+    return mends && !hooked;
+  };
+  if constexpr (BY_ITEM) {
+    for (int i = blockIdx.x; i < items; i += gridDim.x) {
+      const combined_item item(a, plan, i / plan.lanes, i % plan.lanes);
+      const bool whole = item.count == 1;
+      const int steps = whole ? (item.rows.count + WARP - 1) / WARP
+                              : item.rows.count * pieces;
+      for (int step = warp; step < steps; step += COMBINE_WARPS) {
+        const int r = whole ? step * WARP : step / pieces;
+        uint32_t rest; /* bit n: row r + n has to be computed again */
+        if (whole)
+          rest = __ballot_sync(ALL_LANES, !hooked && r + lane < item.rows.count &&
+                                              plan.notes[item.row(a, r + lane)]);
+        else rest = join(item, r, step - r * pieces);
+        for (; rest; rest &= rest - 1) again(item.row(a, r + __ffs(rest) - 1));
       }
-      for (; again; again &= again - 1) {
-        const mend_row noted(a, row_of(r + __ffs(again) - 1));
-        compute_row<T, C, MOST>(a, noted, no_hook());
-      }
+    }
+  } else {
+    const int stride = gridDim.x * COMBINE_WARPS;
+    for (int i = blockIdx.x * COMBINE_WARPS + warp; i < items * plan.rows * pieces;
+         i += stride) {
+      const int all = i / pieces, piece = i - all * pieces;
+      const int of = all / plan.rows, r = all - of * plan.rows, entry = of / plan.lanes;
+      const combined_item item(a, plan, entry, of - entry * plan.lanes);
+      if (r >= item.rows.count) continue;
+      const bool noted = item.count > 1 ? join(item, r, piece)
+                                        : !hooked && piece == 0 && plan.notes[item.row(a, r)];
+      if (noted) again(item.row(a, r));
     }
   }
   wait_for_previous();
@@ -82,15 +115,18 @@ template <class T, class C, int MOST>
 int launch_codec(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool hooked,
                  const kvl_cuda_queue *q) {
   const int64_t items = (int64_t)plan.entries * plan.lanes, full = 4 * (int64_t)q->sm_count;
-  const int dim_lanes = combine_dim_lanes(plan.shares * plan.side / items + 2);
-  const int64_t warps = plan.rows * ceil_div(a.cache.value.dim / 4, dim_lanes);
-  const int64_t most = ceil_div(warps, COMBINE_WARPS), fit = items < full ? full / items : 1;
-  const int each = (int)(most < fit ? most : fit);
-  const int status = prefer_shared<wgmma_combine<T, C, MOST>>(q);
-  if (status < 0) return status;
-  return launch_programmatic(wgmma_combine<T, C, MOST>,
-                             (unsigned)((items < full ? items : full) * each),
-                             COMBINE_WARPS * WARP, 0, q, a, plan, each, dim_lanes, hooked);
+  const int parts = plan.shares * plan.side, dim_lanes = combine_dim_lanes(parts / items + 2);
+  const int64_t warps = items * plan.rows * ceil_div(a.cache.value.dim / 4, dim_lanes);
+  auto launch = [&](auto kernel, int64_t blocks, int status) {
+    if (status < 0) return status;
+    return launch_programmatic(kernel, (unsigned)(blocks < full ? blocks : full),
+                               COMBINE_WARPS * WARP, 0, q, a, plan, dim_lanes, hooked);
+  };
+  if (items > parts)
+    return launch(wgmma_combine<T, C, MOST, true>, items,
+                  prefer_shared<wgmma_combine<T, C, MOST, true>>(q));
+  return launch(wgmma_combine<T, C, MOST, false>, ceil_div(warps, COMBINE_WARPS),
+                prefer_shared<wgmma_combine<T, C, MOST, false>>(q));
 }
 template <class T>
 int launch_dtype(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool hooked,

@@ -347,23 +347,19 @@ __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &
     mine = w.tokens > 0 ? w.tiles * groups : 0;
     upto = warp_scan(mine);
   };
-  uint32_t total = 0, ends = 0; /* ends, lane i: of the tiles of the i-th 32 entries */
+  uint32_t total = 0;
   for (int e = 0; e < plan.entries; e += WARP) {
     look(e);
     if (blockIdx.x == 0 && e + lane < plan.entries)
       plan.firsts[e + lane] = total + upto - mine;
     total += __shfl_sync(ALL_LANES, upto, WARP - 1);
-    if (e / WARP <= lane) ends = total;
   }
   if (blockIdx.x == 0 && lane == 0) plan.firsts[plan.entries] = total;
   const int shares = shares_used(plan, total);
   if (share >= shares || total == 0) return;
   uint32_t at = share_begin(total, share, shares), before = 0;
   const uint32_t end = share_begin(total, share + 1, shares);
-  int skipped = 0; /* times 32 entries that end before the share begins */
-  if (plan.entries <= WARP * WARP) skipped = __popc(__ballot_sync(ALL_LANES, ends <= at));
-  if (skipped > 0) before = __shfl_sync(ALL_LANES, ends, skipped - 1);
-  for (int e = skipped * WARP; at < end; e += WARP) {
+  for (int e = 0; at < end; e += WARP) {
     if (plan.entries > WARP) look(e);
     const uint32_t here = before + __shfl_sync(ALL_LANES, upto, WARP - 1);
     while (at < end && at < here) {
