@@ -122,8 +122,7 @@ function Case:named(change, why)
 end
 
 --- Calls fn(change) for each change with an outcome. nth: of a family, which takes four
--- values of a field, of which the last is the first of the next family. A hostile build
--- takes one: configs are read in Lua.
+-- values of a field, of which the last is the first of the next family.
 local function each(found, fn, nth)
   for name, values in pairs(found.single) do
     local some = nth and support.one_each(values, 3 * nth + 2, 4) or values
@@ -139,7 +138,7 @@ local function single(change)
 end
 
 for nth, family in ipairs(config.NAMES) do
-  describe("the config of " .. family, function()
+  describe("the config of " .. family .. " #release", function()
     local of, found = nil, goldens[family]
 
     local function is_harmless(change)
