@@ -530,7 +530,7 @@ describe("server", function()
     assert.equal(2, stats.prefill_tokens)
   end)
 
-  it("calibrates a cost model on an engine", function()
+  it("calibrates a cost model on an engine #release", function()
     local engine = model_on(dev):engine { blocks = 200, chunk = 64, max_seqs = 1 }
     local cost
     for _ = 1, 10 do -- other programs may delay the steps over long contexts, once
