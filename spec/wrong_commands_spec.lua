@@ -20,6 +20,11 @@ local CASES = { -- words after ./kvlab, words of the answer
   { RECALL .. " --set isa=plain", "isa" },
   { RECALL .. " --set policy=quset", 'no policy "quset"; did you mean "quest"?' },
   { RECALL .. " --set polcy=quest", "nothing is called polcy; did you mean policy?" },
+  { RECALL .. " --set promts=2", "There is context, " },
+  { RECALL .. " --set promts=2", ", unit, repeats\n" },
+  { RECALL .. " policy=quest", "policy=quest is no option, expected --set policy=quest" },
+  { RECALL .. " --set policy=boom",
+    "policy boom cannot be loaded: ./policies/boom.lua:1: boom" },
   { RECALL .. " --set context=abc", 'context is "abc", expected a number' },
   { RECALL .. " --set context=-5", "context is -5, expected a whole number >= 1" },
   { RECALL .. " --set context=51.2", "context is 51.2, expected a whole number >= 1" },
@@ -54,6 +59,7 @@ describe("a wrong command #release", function()
     scratch:write("syntax.lua", "print(1")
     scratch:write("big.lua", 'require("kvlab").zeros("cpu", "f32", { 1e12 })')
     scratch:sh ": >empty.jsonl; mkdir policies"
+    scratch:write("policies/boom.lua", 'error "boom"')
     scratch:write("policies/nan.lua", [[
       return require("kvlab").policy.define { name = "nan", decode = true, own_bytes = 0,
         score = function(_, ctx) return ctx:new_scores():fill_(0 / 0) end }]])

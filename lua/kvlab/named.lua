@@ -120,7 +120,12 @@ function M.open(kind, what, name, level)
     options.fail(("there are several %s \"%s\": %s; rename one"):format(kind, name,
       table.concat(found, " and ")), level + 2)
   end
-  return require(kind .. "." .. name), found[1]
+  local module = kind .. "." .. name
+  local ok, value = pcall(require, module)
+  if ok then return value, found[1] end
+  package.loaded[module] = nil -- else the next try would be told of a loop, not the cause
+  error(("%s %s cannot be loaded: %s"):format(what, name,
+    tostring(value):gsub("^error loading module [^\n]*\n%s*", "")), 0)
 end
 
 return M

@@ -205,7 +205,7 @@ end
 
 local function split(text)
   local words = {}
-  for word in (text .. ","):gmatch "([^,]*)," do words[#words + 1] = word end
+  for word in (text .. ","):gmatch "%s*([^,]-)%s*," do words[#words + 1] = word end
   return words
 end
 
@@ -259,8 +259,10 @@ function M.override(grid, key, value, source)
     fail("%s %s: %s", source, key, reserved[key])
   else
     if not grid.names[1] then fail("%s %s: there is nothing to set", source, key) end
+    local names = { unpack(grid.names) }
+    names[#names + 1] = "repeats"
     fail("%s: nothing is called %s%s There is %s", source, key,
-      hint(key, grid.names):gsub("^$", "."), table.concat(grid.names, ", "))
+      hint(key, names):gsub("^$", "."), table.concat(names, ", "))
   end
 end
 

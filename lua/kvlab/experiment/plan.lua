@@ -197,6 +197,12 @@ local function apply_options(spec, grid, given)
       end
     end
   end
+  for _, word in ipairs(given.args or {}) do -- others are the script's own affair
+    local key = word:match "^([%w_]+)="
+    if key == "repeats" or grid.axis_of[key] or grid.defaults[key] ~= nil then
+      fail("%s is no option, expected --set %s", word, word)
+    end
+  end
   if given.quick then apply(spec.quick or {}, "quick") end
   apply(given.set, "--set")
   return repeats, fresh, keeps_stale
@@ -240,7 +246,7 @@ local function check_configs(check, plan)
   for _, config in ipairs(check and plan.configs or {}) do
     local ok, why = pcall(check, config)
     if not ok then
-      why = tostring(why):gsub("^[^\n]-%.lua:%d+: ", "")
+      why = tostring(why):gsub("^%S-%.lua:%d+: ", "")
       fail("%s\n  configuration %s", why, grids.describe(plan.grid, config))
     end
   end

@@ -629,8 +629,8 @@ local told = {} -- files that were left out
 -- experiment that does not use it goes on without it, and says so once.
 local function open_finished(name)
   local ok, made = pcall(function()
-    local make = require("policies." .. name)
-    local why = why_none(named.path_of("policies", name), make)
+    local make, path = named.open("policies", "policy", name, 0)
+    local why = why_none(path, make)
     return why and error(why, 0) or make()
   end)
   if ok then return made end

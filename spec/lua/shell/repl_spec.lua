@@ -123,6 +123,17 @@ make "f33"
       assert.is_nil(output:find "xpcall")
     end)
 
+    it("names the line of a value that is wrong", function()
+      local output = feed [[
+t = kv.zeros("cpu", "f32", { 2 })
+t[7]
+t.sofmax -- misspelt
+1 + 1 -- two
+]]
+      assert.matches("^stdin:2: [^\n]*entry 7[^\n]*\n    t%[7%]\nstdin:3: ", output)
+      assert.matches("\n2\n$", output)
+    end)
+
     it("names a table that is raised", function()
       assert.equal("stdin:1: { code = 7 }\n    error { code = 7 }\n",
         (feed "error { code = 7 }"))

@@ -9,9 +9,14 @@ local locals = require "kvlab.shell.repl.locals"
 ---@param is_lasting? boolean  its locals become variables of the session
 return function(text, name, first, is_lasting)
   local above = ("\n"):rep(first - 1)
-  -- Not `return text`: as a tail call, error("x") would have no line to blame.
-  local chunk = loadstring(("%sreturn (function(...) return ... end)(%s\n)"):format(above,
-    (text:gsub(";%s*$", ""))), name)
+  -- Not `return text`: as a tail call, error("x") would have no line to blame. An index
+  -- that fails is blamed on the line of the bracket behind it, so that stands in the same
+  -- line, instead of a comment.
+  local call = above .. "return (function(...) return ... end)("
+    .. text:gsub(";?%s*$", "")
+  local chunk = loadstring(call .. ")", name)
+    or loadstring(call:gsub("%-%-[^\n]*$", "") .. ")", name)
+    or loadstring(call .. "\n)", name)
   if chunk then return chunk end
   local rewritten = is_lasting and locals.rewrite(text)
   chunk = rewritten and loadstring(above .. rewritten, name)
