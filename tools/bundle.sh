@@ -7,7 +7,7 @@
 #   DIR/lib/lua/5.1, DIR/share/lua/5.1       busted, cjson and what they require
 #   DIR/lua, spec, bench, runtime/*.h        as in the source tree
 #   DIR/kernels               the headers of kernels that are compiled at run time, and
-#                             those of the shipped policies, compiled
+#                             those of the shipped policies, compiled (not by install)
 #   DIR/VERSION, LICENSE      as in the source tree
 #   DIR/commit                the commit it was made from, for the manifests of experiments
 #
@@ -51,7 +51,7 @@ bundle() {
     rm "$target/commit"
   bundle_modules
   bundle_libraries
-  precompile
+  [ "$makes_kernels" = 0 ] || precompile
   find "$target/bin" "$target/lib" -type f \( -name '*.so*' -o -name kvlab \) \
     -exec strip -g {} +
   say "$(du -sh "$target" | cut -f 1) in $target"
@@ -60,6 +60,7 @@ bundle() {
 # Compiles the kernels of the shipped policies, for machines without a compiler.
 precompile() {
   [ -e "$root/lua/kvlab/kernel/run/kernel.lua" ] || return 0
+  say "compiling the kernels of the shipped policies, which takes minutes"
   mkdir -p "$target/kernels/compiled"
   archs=''
   [ "$cuda" = off ] || archs=${cuda_arch:-80,90a}
