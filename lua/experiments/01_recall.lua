@@ -46,7 +46,14 @@
 local costs = require "kvlab.experiment.costs"
 local kv = require "kvlab"
 local exam = require "models.recall.exam"
+local options = require "kvlab.options"
 
+-- Settings that some policies do not use, and are checked for all.
+local SETTINGS = { unit = options.one_of("ratio", "tokens", "blocks"),
+  tables = options.one_of("one", "layer", "head"),
+  granularity = options.one_of("block", "token"),
+  index = options.one_of("key", "random", "model"), index_pool = options.count,
+  reuse_steps = options.count, reuse_layers = options.count }
 
 --- Returns the cache's `offload` options for a kind of memory.
 local function offload_of(memory, slots)
@@ -82,6 +89,9 @@ local function policy_of(config)
 end
 
 local function check(config)
+  for name, kind in pairs(SETTINGS) do
+    options.check("01_recall", { [name] = config[name] }, { [name] = kind }, 0)
+  end
   exam.check(exam_of(config), policy_of(config))
 end
 
