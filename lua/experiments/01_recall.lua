@@ -76,21 +76,24 @@ local function exam_of(config)
 end
 
 local function policy_of(config)
-  local options = config.policy ~= "full" and
+  local given = config.policy ~= "full" and
     { [config.unit] = config.budget, sink = 1, recent = 2, min_blocks = 0,
       reuse_steps = config.reuse_steps, reuse_layers = config.reuse_layers,
       split = config.split ~= "even" and config.split or nil } or nil
   if config.policy == "nsa" then
-    options.granularity, options.index = config.granularity, config.index
-    options.index_pool = config.index_pool
-    if config.granularity == "token" then options.sink, options.recent = 0, 0 end
+    given.granularity, given.index = config.granularity, config.index
+    given.index_pool = config.index_pool
+    if config.granularity == "token" then given.sink, given.recent = 0, 0 end
   end
-  return kv.policy(config.policy, options)
+  return kv.policy(config.policy, given)
 end
 
 local function check(config)
   for name, kind in pairs(SETTINGS) do
-    options.check("01_recall", { [name] = config[name] }, { [name] = kind }, 0)
+    local value = config[name]
+    if not kind[2](value) then
+      error(("%s %s"):format(name, options.problem(value, kind)), 0)
+    end
   end
   exam.check(exam_of(config), policy_of(config))
 end
