@@ -20,7 +20,6 @@ local CASES = { -- words after ./kvlab, words of the answer
   { RECALL .. " --set isa=plain", "isa" },
   { RECALL .. " --set policy=quset", 'no policy "quset"; did you mean "quest"?' },
   { RECALL .. " --set polcy=quest", "nothing is called polcy; did you mean policy?" },
-  { RECALL .. " --set promts=2", "There is context, " },
   { RECALL .. " --set promts=2", ", unit, repeats\n" },
   { RECALL .. " policy=quest", "policy=quest is no option, expected --set policy=quest" },
   { RECALL .. " --set policy=boom",

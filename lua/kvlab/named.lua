@@ -124,6 +124,7 @@ function M.open(kind, what, name, level)
   local ok, value = pcall(require, module)
   if ok then return value, found[1] end
   package.loaded[module] = nil -- else the next try would be told of a loop, not the cause
+  if tostring(value):find("interrupted", 1, true) then error(value, 0) end
   error(("%s %s cannot be loaded: %s"):format(what, name,
     tostring(value):gsub("^error loading module [^\n]*\n%s*", "")), 0)
 end
