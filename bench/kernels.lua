@@ -14,116 +14,97 @@ local show = require "kvlab.kernel.run.show"
 local e = kv.expr
 local KV_HEADS, HEADS, DIM, BLOCK = paged.KV_HEADS, paged.HEADS, paged.DIM, paged.BLOCK
 
---- The input of a policy's kernels: sequences of `len` tokens with blocks in random
--- order.
-local function step(b, seqs, len, heads)
-  local dev, lens = b.device, {}
+--- A decode step of `seqs` sequences of `len` tokens over random keys, and a policy of
+-- expressions over it.
+local function rig(b, seqs, len, heads, def)
+  local lens = {}
   for i = 1, seqs do lens[i] = len end
-  local tables, count = paged.random_tables(dev, lens)
-  local scores = kv.full(dev, "f32", { seqs, KV_HEADS, len / BLOCK }, 0 / 0)
-  local s = { blocks = count, scores = scores, heads = heads or HEADS,
-    ctx = { layer = 0, seqs = seqs, kv_heads = KV_HEADS, width = len / BLOCK,
-      is_prefill = false, tables = tables, lens = kv.from(dev, "i32", { seqs }, lens),
-      query = kv.randn(dev, "bf16", { seqs, heads or HEADS, DIM }, { seed = 2 }),
-      format = { scales = function() end }, new_scores = function() return scores end } }
-  return s
-end
-
---- A policy of expressions, attached to one layer.
-local function attach(b, s, def)
+  local r = shipped.rig(b.device, { dtype = "bf16", query_dtype = "bf16",
+    group = heads / KV_HEADS, kv_heads = KV_HEADS, block_size = BLOCK, head_dim = DIM,
+    lens = lens })
   def.name, def.decode = "bench", true
-  local p = policy.define(def) {}
-  return policy.attach(p, { device = b.device, layers = 1, blocks = s.blocks,
-    block_size = BLOCK, heads = s.heads, kv_heads = KV_HEADS, head_dim = DIM,
-    dtype = "bf16", max_blocks = s.ctx.width, scale = 1, format = s.ctx.format })
+  r.policy = policy.attach(policy.define(def) {}, r.shape)
+  r.both = kv.tensor(b.device, "bf16", { r.blocks, 2, KV_HEADS, DIM })
+  return r
 end
 
-local function compare(s, run, hand)
-  return function()
-    run()
-    local got = s.scores:clone()
-    s.scores:fill_(0 / 0)
-    hand()
-    paged.expect("score", got:reshape { -1 }, s.scores:reshape { -1 }, 1e-3)
+--- The rows of a half of the hand-written minima and maxima: [blocks, kv_heads * dim].
+local function half(r, i)
+  local rows = kv.arange(r.device, "i32", r.blocks) * 2 + i
+  return r.both:reshape { r.blocks * 2, KV_HEADS * DIM }:gather_rows(rows)
+end
+
+local function minmax_by_hand(r)
+  kv.check(kv.C.kvl_block_minmax(r.ev.k, nil, r.list, r.ev.num_tokens, r.list, r.both))
+end
+
+--- A row of scores: `hand` computes them by hand into the tensor that it is given.
+local function score_row(r, bytes, hand, is_hand)
+  local by_hand = r.ctx:new_scores()
+  local function run()
+    shipped.begin(r)
+    return r.policy:score(r.ctx)
   end
+  local function ours() hand(by_hand) end
+  return { run = is_hand and ours or run, bytes = bytes + by_hand:bytes(),
+    check = function()
+      by_hand:fill_(0 / 0)
+      ours()
+      paged.expect("score", run():reshape { -1 }, by_hand:reshape { -1 }, 1e-3)
+    end }
 end
-
--- ---- Quest ----------------------------------------------------------------------------
 
 local function quest(seqs, len, heads, is_hand)
   return function(b)
-    local s = step(b, seqs, len, heads)
-    local p = attach(b, s, { summary = { lo = e.k:min "token", hi = e.k:max "token" },
+    local r = rig(b, seqs, len, heads, {
+      summary = { lo = e.k:min "token", hi = e.k:max "token" },
       score = e.max(e.q * e.lo, e.q * e.hi):sum "dim":max "head" })
-    local both = kv.tensor(b.device, "bf16", { s.blocks, 2, KV_HEADS, DIM })
-    local half = kv.randn(b.device, "bf16", { s.blocks, KV_HEADS * DIM }, { seed = 1 })
-    local low, high = half:sub(8), half:add(8)
-    p.summary.lo:layer(0):copy_(low:reshape { s.blocks, KV_HEADS, DIM })
-    p.summary.hi:layer(0):copy_(high:reshape { s.blocks, KV_HEADS, DIM })
-    local rows = kv.arange(b.device, "i32", s.blocks) * 2
-    both:reshape { s.blocks * 2, KV_HEADS * DIM }:scatter_rows_(rows, low)
-      :scatter_rows_(rows + 1, high)
-    local function hand()
-      kv.check(kv.C.kvl_score_minmax(s.ctx.query, both, s.ctx.tables, s.ctx.lens, BLOCK,
-        kv.C.KVL_GROUP_MAX, s.scores))
-    end
-    local function run() p:score(s.ctx) end
-    return { run = is_hand and hand or run, bytes = both:bytes() + s.scores:bytes(),
-             check = compare(s, run, hand) }
+    r.policy:on_prefill_offload(r.ev)
+    minmax_by_hand(r)
+    return score_row(r, r.both:bytes(), function(scores)
+      kv.check(kv.C.kvl_score_minmax(r.ctx.query, r.both, r.ctx.tables, r.ctx.lens, BLOCK,
+        kv.C.KVL_GROUP_MAX, scores))
+    end, is_hand)
   end
 end
 
 local function minmax(seqs, len, is_hand)
   return function(b)
-    local s = step(b, seqs, len)
-    local p = attach(b, s, { summary = { lo = e.k:min "token", hi = e.k:max "token" },
+    local r = rig(b, seqs, len, HEADS, {
+      summary = { lo = e.k:min "token", hi = e.k:max "token" },
       score = (e.q * e.lo):sum "dim":max "head" })
-    local cache = kv.randn(b.device, "bf16", { s.blocks, 2, KV_HEADS, BLOCK, DIM },
-      { seed = 1 })
-    local list = kv.arange(b.device, "i32", s.blocks)
-    local counts = kv.full(b.device, "i32", { s.blocks }, BLOCK)
-    local both = kv.tensor(b.device, "bf16", { s.blocks, 2, KV_HEADS, DIM })
-    local ev = { layer = 0, k = cache, k_blocks = list, blocks = list,
-                 num_tokens = counts }
-    local function hand()
-      kv.check(kv.C.kvl_block_minmax(cache, nil, list, counts, list, both))
-    end
-    local function run() p:on_decode_offload(ev) end
-    return { run = is_hand and hand or run, bytes = cache:bytes() / 2 + both:bytes(),
+    local function run() r.policy:on_prefill_offload(r.ev) end
+    return { run = is_hand and function() minmax_by_hand(r) end or run,
+      bytes = r.ev.k:bytes() / 2 + r.both:bytes(),
       check = function()
         run()
-        hand()
-        local rows = kv.arange(b.device, "i32", s.blocks) * 2
-        local low = both:reshape { s.blocks * 2, KV_HEADS * DIM }:gather_rows(rows)
-        paged.expect("lo", p.summary.lo:layer(0):cast("f32"):reshape { -1 },
-          low:cast("f32"):reshape { -1 }, 0)
+        minmax_by_hand(r)
+        for i, name in ipairs { "lo", "hi" } do
+          paged.expect(name, r.policy.summary[name]:layer(0):cast("f32"):reshape { -1 },
+            half(r, i - 1):cast("f32"):reshape { -1 }, 0)
+        end
       end }
   end
 end
 
--- ---- all keys -------------------------------------------------------------------------
-
-local function over_keys(seqs, len, what, hand_group)
+local function over_keys(seqs, len, what, is_hand)
   return function(b)
-    local s = step(b, seqs, len)
     local qk = (e.q * e.k):sum "dim"
-    local p = attach(b, s, { score = what == "lse" and qk:logsumexp "token":mean "head"
-      or qk:max "token":max "head" })
-    local cache = kv.randn(b.device, "bf16", { s.blocks, 2, KV_HEADS, BLOCK, DIM },
-      { seed = 1, std = 0.05 })
-    s.ctx.cache = cache
-    local function hand()
-      kv.check(kv.C.kvl_score_max_qk(s.ctx.query, cache, nil, s.ctx.tables, s.ctx.lens,
-        kv.C.KVL_GROUP_MAX, s.scores))
-    end
-    local function run() p:score(s.ctx) end
-    return { run = hand_group and hand or run,
-      bytes = cache:bytes() / 2 + s.scores:bytes(),
-      check = what == "max" and compare(s, run, hand) or function()
-        run()
-        local finite = s.scores:sub(s.scores):max(0):max(0):max(0):list()[1]
+    local r = rig(b, seqs, len, HEADS, {
+      score = what == "lse" and qk:logsumexp "token":mean "head"
+        or qk:max "token":max "head" })
+    local row = score_row(r, r.ev.k:bytes() / 2, function(scores)
+      kv.check(kv.C.kvl_score_max_qk(r.ctx.query, r.ev.k, nil, r.ctx.tables, r.ctx.lens,
+        kv.C.KVL_GROUP_MAX, scores))
+    end, is_hand)
+    if what == "lse" then
+      row.check = function()
+        local scores = row.run()
+        local finite = scores:sub(scores):max(0):max(0):max(0):list()[1]
         assert(finite == 0, "a score is not finite")
-      end }
+      end
+    end
+    return row
   end
 end
 

@@ -19,9 +19,10 @@ local M = {}
 ---@param o table  dtype, group, kv_heads, block_size, head_dim, lens (>= 2), query_dtype
 function M.rig(dev, o)
   dev = kv.device(dev)
-  local blocks, tokens = 0, 0
+  local blocks, tokens, width = 0, 0, 0
   for _, length in ipairs(o.lens) do
-    blocks, tokens = blocks + math.ceil(length / o.block_size), tokens + length
+    local n = math.ceil(length / o.block_size)
+    blocks, tokens, width = blocks + n, tokens + length, math.max(width, n)
   end
   local cache = kv.cache { device = dev, format = o.dtype, layers = 1, blocks = blocks,
     block_size = o.block_size, kv_heads = o.kv_heads, head_dim = o.head_dim }
@@ -34,8 +35,9 @@ function M.rig(dev, o)
   end
   local heads = o.kv_heads * o.group
   local attention = kv.attention { cache = cache, heads = heads, max_seqs = #o.lens,
-    max_blocks = blocks, decode_policy = kv.policy "full" }
-  local batch = cache:batch { max_seqs = #o.lens, max_tokens = tokens }
+    max_blocks = width, decode_policy = kv.policy "full" }
+  local batch = cache:batch { max_seqs = #o.lens, max_tokens = tokens,
+    max_blocks = width }
   local seqs, before, one = {}, {}, {}
   for i, length in ipairs(o.lens) do
     seqs[i], before[i], one[i] = cache:sequence(), length - 1, 1

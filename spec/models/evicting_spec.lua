@@ -285,7 +285,7 @@ describe("eviction", function()
     seq:truncate(0)
     support.raises("appended to with replaces, but no policy evicts", step(false, true))
     local narrow = kv.attention { cache = e.cache, heads = 4, max_blocks = 10 }
-    support.raises("max_blocks = 50, expected at most those of the attention, 10",
+    support.raises("50 columns, expected at most the attention's max_blocks = 10",
       function()
         e.batch:append({ seq }, { 1 }, { 5 })
         narrow:begin(e.batch, true)

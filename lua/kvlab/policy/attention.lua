@@ -282,12 +282,18 @@ local function check_step(self, batch, is_prefill)
     .. " does not go with") end
 end
 
+--- Raises for tables that are wider than the attention's scores and selections.
+local function check_width(self, batch)
+  local most = self.shape.max_blocks
+  if batch.width > most then
+    options.fail(("begin: the batch's tables have %d columns, expected at most the "
+      .. "attention's max_blocks = %d: make the batch with max_blocks = %d, too"):format(
+      batch.width, most, most))
+  end
+end
+
 --- Raises for sequences from which another attention has already evicted tokens.
 local function check_evicted(self, batch)
-  if batch.cuts and batch.max_blocks > self.shape.max_blocks then
-    options.fail(("begin: the batch has max_blocks = %d, expected at most those of the "
-      .. "attention, %d"):format(batch.max_blocks, self.shape.max_blocks))
-  end
   for i = 1, batch.cuts and batch.count or 0 do
     local seq = batch.seqs[i]
     if seq.evictor and seq.evictor ~= self.evictor then
@@ -359,6 +365,7 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft, most)
     error("begin: batch belongs to another cache", 2)
   end
   check_step(self, batch, is_prefill)
+  check_width(self, batch)
   check_evicted(self, batch)
   batch = batch.cuts or batch
   if draft and draft > 0 and not self.draft_policy then

@@ -154,6 +154,15 @@ describe("attention", function()
       attention.begin, attention, batch, false)
   end)
 
+  it("refuses tables that are wider than its max_blocks", function()
+    local attention = kv.attention { cache = cache, heads = 4, max_blocks = 3 }
+    local batch, seq = cache:batch { max_blocks = 4 }, cache:sequence()
+    batch:append({ seq }, { 1 })
+    raises("begin: the batch's tables have 4 columns, expected at most the attention's "
+      .. "max_blocks = 3", attention.begin, attention, batch, true)
+    seq:close()
+  end)
+
   it("refuses a draft tree in a prefill, with ALiBi and with a window", function()
     local batch = cache:batch()
     batch:append({ cache:sequence() }, { 3 }, nil, { 0, 1, 1 })
