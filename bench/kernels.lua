@@ -16,7 +16,7 @@ local KV_HEADS, HEADS, DIM, BLOCK = paged.KV_HEADS, paged.HEADS, paged.DIM, page
 
 --- A decode step of `seqs` sequences of `len` tokens over random keys, and a policy of
 -- expressions over it.
-local function rig(b, seqs, len, heads, def)
+local function new_rig(b, seqs, len, heads, def)
   local lens = {}
   for i = 1, seqs do lens[i] = len end
   local r = shipped.rig(b.device, { dtype = "bf16", query_dtype = "bf16",
@@ -56,7 +56,7 @@ end
 
 local function quest(seqs, len, heads, is_hand)
   return function(b)
-    local r = rig(b, seqs, len, heads, {
+    local r = new_rig(b, seqs, len, heads, {
       summary = { lo = e.k:min "token", hi = e.k:max "token" },
       score = e.max(e.q * e.lo, e.q * e.hi):sum "dim":max "head" })
     r.policy:on_prefill_offload(r.ev)
@@ -70,7 +70,7 @@ end
 
 local function minmax(seqs, len, is_hand)
   return function(b)
-    local r = rig(b, seqs, len, HEADS, {
+    local r = new_rig(b, seqs, len, HEADS, {
       summary = { lo = e.k:min "token", hi = e.k:max "token" },
       score = (e.q * e.lo):sum "dim":max "head" })
     local function run() r.policy:on_prefill_offload(r.ev) end
@@ -90,7 +90,7 @@ end
 local function over_keys(seqs, len, what, is_hand)
   return function(b)
     local qk = (e.q * e.k):sum "dim"
-    local r = rig(b, seqs, len, HEADS, {
+    local r = new_rig(b, seqs, len, HEADS, {
       score = what == "lse" and qk:logsumexp "token":mean "head"
         or qk:max "token":max "head" })
     local row = score_row(r, r.ev.k:bytes() / 2, function(scores)
