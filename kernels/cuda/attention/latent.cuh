@@ -104,7 +104,8 @@ template <class T, class shape, int HALF> struct latent_many {
   __device__ __forceinline__ void finish_scores() {
     const int *const index = memory.indices[HALF] + pair;
     if (a.soft_cap > 0.f) {
-      cap_scores(rule.scale, rule.cap, s);
+#pragma unroll
+      for (float &x : s) x = cap_score(rule.scale, rule.cap, x);
     } else {
 #pragma unroll
       for (float &x : s) x *= rule.scale;
@@ -459,7 +460,8 @@ template <class T, class shape> struct latent_few {
 #pragma unroll
     for (int e = 0; e < EACH; e++) x[e] = even[e] + odd[e];
     if (a.soft_cap > 0.f) {
-      cap_scores(rule.scale, rule.cap, x);
+#pragma unroll
+      for (int e = 0; e < EACH; e++) x[e] = cap_score(rule.scale, rule.cap, x[e]);
     } else {
 #pragma unroll
       for (int e = 0; e < EACH; e++) x[e] *= rule.scale;

@@ -85,6 +85,7 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
   int low, high; /* every row of the warp sees all of a tile within them */
   int2 span;     /* the present tile's */
   bool exists;   /* a row of the warp */
+  bool second;   /* a second row of some lane does, too */
   float sum[2];
   bool ready; /* every row of the warp has a reference */
 
@@ -93,7 +94,7 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
                                             wgmma_memory<shape> &memory_, int consumer_)
       : a(a_), plan(plan_), hook(hook_), memory(memory_), consumer(consumer_),
         warp(threadIdx.x / WARP % 4), lane(threadIdx.x % WARP), pair(lane % 4 * 2),
-        r0(consumer * 64 + warp * 16 + lane / 4), r1(r0 + 8), rule(a_) {}
+        r0(first_row(consumer, warp) + next_row(lane / 4)), r1(r0 + SECOND_ROW), rule(a_) {}
 
   /* The factor of a product of f8e4m3, except for the factor in `rule`. */
   __device__ __forceinline__ float &key_size() const {
@@ -129,7 +130,8 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     left = w.tiles;
     low = 0, high = INT_MAX;
     ready = false;
-    exists = consumer * 64 + warp * 16 < w.tokens * w.heads_each;
+    exists = first_row(consumer, warp) < w.tokens * w.heads_each;
+    second = first_row(consumer, warp) + SECOND_ROW < w.tokens * w.heads_each;
     if (shape::F8) {
       __syncwarp();
       if (lane == 0)
@@ -155,36 +157,23 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     for (int i = 0; i < D / 2; i++) x.out[i] = 0.f;
   }
 
-  /* Turns products into scores in base 2. */
-  __device__ __forceinline__ void bias(int stage) {
+  /* Turns the products of this lane's row r into scores in base 2. */
+  __device__ __forceinline__ void bias_row(int stage, int r) {
     const int *index = memory.indices[stage] + pair;
     const float product = shape::F8 ? rule.scale * key_size() : rule.scale;
-    const float by = capped() ? 1.f : product;
-    if (capped()) cap_scores(product, rule.cap, x.s);
-    const wgmma_row rows[2] = {memory.rows[r0], memory.rows[r1]};
-    if (a.alibi) {
-      const float apart = (float)kvl__apart(rows[0].at, rows[1].at);
-#pragma unroll
-      for (int g = 0; g < KEYS / 8; g++) {
-        const int2 key = *(const int2 *)(index + 8 * g);
-        const float far0 = (float)kvl__apart(key.x, rows[0].at);
-        const float far1 = (float)kvl__apart(key.y, rows[0].at);
-        x.s[4 * g] = x.s[4 * g] * by + rows[0].slope * far0;
-        x.s[4 * g + 1] = x.s[4 * g + 1] * by + rows[0].slope * far1;
-        x.s[4 * g + 2] = x.s[4 * g + 2] * by + rows[1].slope * (far0 + apart);
-        x.s[4 * g + 3] = x.s[4 * g + 3] * by + rows[1].slope * (far1 + apart);
-      }
-    } else if (!capped()) {
-#pragma unroll
-      for (int i = 0; i < KEYS / 2; i++) x.s[i] *= by;
-    }
+    const wgmma_row row = memory.rows[r ? r1 : r0];
+    if (capped()) x.each(r, [&](int, float s) { return cap_score(product, rule.cap, s); });
+    else x.each(r, [&](int, float s) { return s * product; });
+    if (a.alibi)
+      x.each(r, [&](int i, float s) {
+        return s + row.slope * (float)kvl__apart(index[x.column(i)], row.at);
+      });
     if constexpr (H::ACTIVE) {
-      const hook_row of[2] = {of_hook(rows[0]), of_hook(rows[1])};
-#pragma unroll
-      for (int i = 0; i < KEYS / 2; i++) {
-        const int key = index[i / 4 * 8 + (i & 1)];
-        x.s[i] = hook(x.s[i], of[i / 2 & 1], key < of[0].length ? key : 0);
-      }
+      const hook_row of = of_hook(row);
+      x.each(r, [&](int i, float s) {
+        const int key = index[x.column(i)];
+        return hook(s, of, key < of.length ? key : 0);
+      });
     }
   }
   /* Computes scores and weights at once, for one run of keys that all rows see, with only a
@@ -195,8 +184,8 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     const float shift[2] = {finite_shift(x.m[0]), finite_shift(x.m[1])};
     if constexpr (H::ACTIVE) {
       const hook_row of[2] = {of_hook(memory.rows[r0]), of_hook(memory.rows[r1])};
-      x.weigh_by(scale(), sum, [&](int i, float s) {
-        const int r = i / 2 & 1, key = span.x + pair + i / 4 * 8 + (i & 1);
+      x.weigh_by(scale(), sum, second, [&](int i, float s) {
+        const int r = i / 2 & 1, key = span.x + pair + x.column(i);
         return hook(s * by, of[r], key) - shift[r];
       });
     } else if (a.alibi) {
@@ -207,17 +196,19 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
         first[r] = rows[r].slope * (float)kvl__apart(span.x + pair, rows[r].at) - shift[r];
       auto line = [&](int i) {
         const int r = i / 2 & 1;
-        return rows[r].slope * (float)(i / 4 * 8 + (i & 1)) + first[r];
+        return rows[r].slope * (float)x.column(i) + first[r];
       };
       if (!capped())
-        x.weigh_by(scale(), sum, [&](int i, float s) { return s * by + line(i); });
-      else x.template weigh_capped<false>(scale(), sum, by, rule.cap, line);
+        x.weigh_by(scale(), sum, second, [&](int i, float s) { return s * by + line(i); });
+      else if (D > 64 && tiny) /* ptxas spills the other kernel */
+        x.template weigh_capped<true>(scale(), sum, second, by, rule.cap, line);
+      else x.template weigh_capped<false>(scale(), sum, second, by, rule.cap, line);
     } else if (capped()) {
       auto down = [&](int i) { return -shift[i / 2 & 1]; };
-      if (tiny) x.template weigh_capped<true>(scale(), sum, by, rule.cap, down);
-      else x.template weigh_capped<false>(scale(), sum, by, rule.cap, down);
+      if (tiny) x.template weigh_capped<true>(scale(), sum, second, by, rule.cap, down);
+      else x.template weigh_capped<false>(scale(), sum, second, by, rule.cap, down);
     } else {
-      x.weigh_by(scale(), sum, [&](int i, float s) { return s * by - shift[i / 2 & 1]; });
+      x.weigh_by(scale(), sum, second, [&](int i, float s) { return s * by - shift[i / 2 & 1]; });
     }
   }
   __device__ __forceinline__ void mask(int stage) {
@@ -225,7 +216,7 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     const wgmma_sight sight0(a, w, r0), sight1(a, w, r1);
 #pragma unroll
     for (int i = 0; i < KEYS / 2; i++) {
-      const int key = index[i / 4 * 8 + pair + (i & 1)];
+      const int key = index[pair + x.column(i)];
       if (!(i & 2 ? sight1 : sight0).sees(key)) x.s[i] = -INFINITY;
     }
     if (!BIASED || !a.tree) return;
@@ -235,7 +226,7 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     uint64_t hidden = 0;
 #pragma unroll 4
     for (int i = 0; i < KEYS / 2; i++) {
-      const int key = index[i / 4 * 8 + pair + (i & 1)];
+      const int key = index[pair + x.column(i)];
       const bool hides = key >= tree && key < length &&
                          !tree_shows(a, i & 2 ? token1 : token0, length, key);
       hidden |= (uint64_t)hides << i;
@@ -255,14 +246,17 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
               span.y - span.x == KEYS - 1;
       const float by = shape::F8 ? rule.scale * key_size() : rule.scale;
       if (capped()) {
-        const float most = x.largest_size() * by;
+        const float most = x.largest_size(second) * by;
         fused = fused && most <= CAP_SMALL && by < 1e4f; /* by^9 is a float */
         tiny = most <= CAP_TINY;
       }
       fused = __all_sync(ALL_LANES, fused);
       tiny = __all_sync(ALL_LANES, tiny);
     }
-    if (BIASED && exists && !fused) bias(k); /* a row that does not exist needs none */
+    if (BIASED && exists && !fused) { /* a row that does not exist needs none */
+      bias_row(k, 0);
+      if (second) bias_row(k, 1);
+    }
     if (masked) mask(k);
     barrier_arrive_warp(memory.k_empty(k), lane);
     if (--left == 0) barrier_arrive_warp(memory.q_empty(q_step % QS), lane);
@@ -288,7 +282,8 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
   }
   __device__ __forceinline__ void write_work() {
     if (a.out_dtype == a.dtype && !a.prev_lse && w.part < 0) {
-      write_plain_rows<T>(a, plan, w, x, memory.out(consumer * 4 + warp), r0 - lane / 4);
+      write_plain_rows<T>(a, plan, w, x, memory.out(consumer * 4 + warp),
+                          first_row(consumer, warp));
     } else {
       write_row_of_work(a, plan, w, x, 0, r0);
       write_row_of_work(a, plan, w, x, 1, r1);

@@ -139,6 +139,19 @@ template <int PIECES> __device__ __forceinline__ uint32_t swizzled(int row, int 
   return row * PIECES * 16 + (piece ^ (PIECES == 8 ? row : row / 2) % PIECES) * 16;
 }
 
+/* Which rows of its 64 a consumer has where. A warp has 16 rows of a tile, a lane numbers n and
+ * n + 8 of these. So that few rows are spread over all warps, and lanes have no second rows
+ * then, bits 2 and 3 of a row's number tell its warp. */
+constexpr int SECOND_ROW = 32; /* a lane's second row, counted from its first */
+__device__ __forceinline__ int tile_row(int r) {
+  return r / 4 % 4 * 16 + r / 16 * 4 + r % 4;
+}
+__device__ __forceinline__ int first_row(int consumer, int warp) {
+  return consumer * 64 + warp * 4;
+}
+/* Row n of a warp, counted from its first. */
+__device__ __forceinline__ int next_row(int n) { return n / 4 * 16 + n % 4; }
+
 /* ---- producers ------------------------------------------------------------------------- */
 
 /* Asks the L2 for tables and lengths: cold reads of them would be the first things to wait for. */
@@ -482,9 +495,10 @@ __device__ void bring_queries(const kvl_paged_attention_args &a,
 #pragma unroll
     for (int h = 0; h < SETS; h++) {
       const uint32_t to = memory.q(s, h / 2);
-#pragma unroll 8
+#pragma unroll 4
       for (int i = lane; i < WARP * PIECES; i += WARP) {
-        const int r = i / PIECES, piece = i % PIECES, row = h % 2 * WARP + r;
+        const int r = i / PIECES, piece = i % PIECES;
+        const int row = tile_row(h % 2 * WARP + r);
         const int begin = __shfl_sync(ALL_LANES, begins[h], r);
         copy_async(
             to + piece / IN_ATOM * 64 * ROW_BYTES + swizzled<IN_ATOM>(row, piece % IN_ATOM),

@@ -59,38 +59,56 @@ template <class T, class shape> struct wgmma_state {
     }
     store_late_if_negative(scale_shared, sum[0] + sum[1]);
   }
-  /* The same with the weights exp2(exponent(i, s[i])). */
+  /* The key of s[i], counted from the lane's first. */
+  static __device__ __forceinline__ int column(int i) { return i / 4 * 8 + (i & 1); }
+  /* s[i] = f(i, s[i]) for one of the two rows. */
+  template <class F> __device__ __forceinline__ void each(int row, F f) {
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+      for (int i = 4 * n + 2 * row; i < 4 * n + 2 * row + 2; i++) s[i] = f(i, s[i]);
+  }
+  /* weigh with the weights exp2(exponent(i, s[i])). second: has a lane of the warp a second
+   * row that exists? Else those keep their products as weights. */
   template <class F>
-  __device__ __forceinline__ void weigh_by(const float &shared, float (&sum)[2], F exponent) {
+  __device__ __forceinline__ void weigh_by(const float &shared, float (&sum)[2], bool second,
+                                           F exponent) {
     sum[0] = sum[1] = 0.f;
 #pragma unroll
-    for (int i = 0; i < KEYS / 2; i++) {
-      s[i] = exp2_fast(exponent(i, s[i]));
-      sum[i / 2 & 1] += s[i];
-    }
+    for (int r = 0; r < 2; r++)
+      if (r == 0 || second)
+        each(r, [&](int i, float s_) {
+          const float weight = exp2_fast(exponent(i, s_));
+          sum[r] += weight;
+          return weight;
+        });
     store_late_if_negative(shared, sum[0] + sum[1]);
   }
   /* The same for softly capped scores cap * tanh(x) of |x| up to CAP_SMALL (TINY: CAP_TINY),
    * with x = s * by; the relative error of tanh is 7e-7. No exponential is needed for it.
    * rest(i) is added to score i. */
   template <bool TINY, class F>
-  __device__ __forceinline__ void weigh_capped(const float &shared, float (&sum)[2], float by,
-                                               float cap, F rest) {
+  __device__ __forceinline__ void weigh_capped(const float &shared, float (&sum)[2],
+                                               bool second, float by, float cap, F rest) {
     const float by2 = by * by, c1 = cap * by, by3 = c1 * by2, by5 = by3 * by2;
     const float by7 = by5 * by2, by9 = by7 * by2;
     const float c3 = by3 * (TINY ? -0.333245714f : -0.333296676f);
     const float c5 = by5 * (TINY ? 0.128764207f : 0.132682359f);
     const float c7 = by7 * -0.0502779161f, c9 = by9 * 0.0131057987f;
-    weigh_by(shared, sum, [&](int i, float product) {
+    weigh_by(shared, sum, second, [&](int i, float product) {
       const float y = product * product, high = TINY ? c5 : (c9 * y + c7) * y + c5;
       return product * ((high * y + c3) * y + c1) + rest(i);
     });
   }
   /* The size of the largest product; NaN does not count. */
-  __device__ __forceinline__ float largest_size() const {
+  __device__ __forceinline__ float largest_size(bool second) const {
     float top[2] = {};
 #pragma unroll
-    for (int i = 0; i < KEYS / 2; i++) top[i & 1] = fmaxf(top[i & 1], fabsf(s[i]));
+    for (int r = 0; r < 2; r++)
+      if (r == 0 || second)
+#pragma unroll
+        for (int i = 2 * r; i < KEYS / 2; i += i & 1 ? 3 : 1)
+          top[i & 1] = fmaxf(top[i & 1], fabsf(s[i]));
     return fmaxf(top[0], top[1]);
   }
   __device__ __forceinline__ void pack() {
@@ -251,7 +269,7 @@ __device__ __forceinline__ uint32_t pack_rows(const kvl_paged_attention_args &a,
   return pack2(x, y, T());
 }
 
-/* Writes a warp's sixteen rows, from r on, of whole work without an earlier attention, in q's
+/* Writes a warp's sixteen rows, whose first is r, of whole work without an earlier attention, in q's
  * dtype, by way of shared memory: 64 (or 32) columns at a time. */
 template <class T, class M, class shape>
 __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args &a,
@@ -269,7 +287,7 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
     const float sum = warp_sum<4>(x.l[i]);
     scale[i] = sum == 0.f ? 0.f : 1.f / sum;
     if (shape::F8) scale[i] *= v_scale;
-    const int own = r + lane / 4 + 8 * i;
+    const int own = r + next_row(lane / 4) + SECOND_ROW * i;
     const int64_t row = rows.token(own) * a.heads + rows.head(own);
     const bool mends = x.mends(i), first = lane % 4 == 0 && own < rows.count;
     if (first) plan.notes[row] = mends;
@@ -278,7 +296,7 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
   T *to[16 / ROWS]; /* where this lane's pieces go; NULL: there is no such row */
 #pragma unroll
   for (int j = 0; j < 16 / ROWS; j++) {
-    const int row = r + j * ROWS + lane / PIECES;
+    const int row = r + next_row(j * ROWS + lane / PIECES);
     to[j] = row < rows.count
                 ? (T *)a.out + (rows.token(row) * a.heads + rows.head(row)) * head_dim +
                       lane % PIECES * 8
@@ -311,18 +329,14 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
 
 constexpr float CAP_SMALL = 0.75f, CAP_TINY = 0.25f; /* see weigh_capped */
 
-/* Turns products into capped scores in base 2. tanh(x) = 1 - 2 / (exp(2 x) + 1) has an error of
- * 2e-7; a large cap needs a small relative error where tanh is small, too. */
-template <int N>
-__device__ __forceinline__ void cap_scores(float by, float cap, float (&s)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) {
-    const float x = s[i] * by, y = x * x;
-    const float small = x + x * y * (-1.f / 3 + y * (2.f / 15 + y * (-17.f / 315)));
-    float part;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(part) : "f"(exp2_fast(x * (2.f * LOG2E)) + 1.f));
-    s[i] = cap * (fabsf(x) < 0.25f ? small : 1.f - 2.f * part);
-  }
+/* A product as a capped score in base 2. tanh(x) = 1 - 2 / (exp(2 x) + 1) has an error of 2e-7;
+ * a large cap needs a small relative error where tanh is small, too. */
+__device__ __forceinline__ float cap_score(float by, float cap, float product) {
+  const float x = product * by, y = x * x;
+  const float small = x + x * y * (-1.f / 3 + y * (2.f / 15 + y * (-17.f / 315)));
+  float part;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(part) : "f"(exp2_fast(x * (2.f * LOG2E)) + 1.f));
+  return cap * (fabsf(x) < 0.25f ? small : 1.f - 2.f * part);
 }
 
 /* Query row r for a hook; one that does not exist is the last that does. */
@@ -355,7 +369,7 @@ __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
   }
 #pragma unroll 1
   for (int i = 0; i < shape::KEYS / 2; i++) {
-    const int r = r0 + (i & 2 ? 8 : 0);
+    const int r = r0 + (i & 2 ? SECOND_ROW : 0);
     const int key = w.first_key + tile * shape::KEYS + i / 4 * 8 + pair + (i & 1);
     const int entry = key / block_size, token = key - entry * block_size;
     const wgmma_key at(a, w, entry, token);
