@@ -85,7 +85,7 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
   int low, high; /* every row of the warp sees all of a tile within them */
   int2 span;     /* the present tile's */
   bool exists;   /* a row of the warp */
-  bool second;   /* a second row of some lane does, too */
+  bool second;   /* a lane of the warp has a second row, or this is not to be asked */
   float sum[2];
   bool ready; /* every row of the warp has a reference */
 
@@ -131,7 +131,8 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     low = 0, high = INT_MAX;
     ready = false;
     exists = first_row(consumer, warp) < w.tokens * w.heads_each;
-    second = first_row(consumer, warp) + SECOND_ROW < w.tokens * w.heads_each;
+    /* Branches between rows cost hooks of head_dim 64 up to a quarter of their time. */
+    second = D <= 64 || first_row(consumer, warp) + SECOND_ROW < w.tokens * w.heads_each;
     if (shape::F8) {
       __syncwarp();
       if (lane == 0)
