@@ -349,6 +349,8 @@ END
 
     it("names the nearest verb, option and value", function()
       says(2, 'unknown verb "tset"; did you mean test%?', "./kvlab tset")
+      says(2, 'unknown verb "rnu"; did you mean run%?', "./kvlab rnu")
+      says(2, 'unknown verb "foo"\n$', "./kvlab foo")
       says(2, "did you mean: kvlab run answer.lua", "./kvlab answer.lua")
       says(2, "unknown option %-%-confg; did you mean %-%-config%?",
         "./kvlab build --confg=debug")

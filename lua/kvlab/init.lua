@@ -39,6 +39,9 @@
 local arguments = require "kvlab.arguments"
 local library = require "kvlab.library"
 local device = require "kvlab.tensor.device"
+local hint = require("kvlab.words").hint
+local options = require "kvlab.options"
+local sorted = require "kvlab.sorted"
 local tensor = require "kvlab.tensor.arithmetic"
 
 local M = {
@@ -127,9 +130,17 @@ function later.synthetic() return require "kvlab.experiment.synthetic" end
 arguments.receivers(tensor.methods, "a tensor", tensor.is_tensor)
 arguments.receivers(device.methods, "a device", device.is_device)
 
+--- Raises for a name that kv does not have.
+local function refuse(self, name)
+  if type(name) ~= "string" then return nil end
+  local names = sorted.keys(self)
+  for more in pairs(later) do names[#names + 1] = more end
+  options.fail(("kv has no %s%s"):format(name, hint(name, names)), 3)
+end
+
 setmetatable(M, { __index = function(self, name)
   local load = later[name]
-  if not load then return nil end
+  if not load then return refuse(self, name) end
   library.C.kvl_interrupt_hold(1) -- a module that is half loaded cannot be loaded again
   local ok, value = pcall(load)
   library.C.kvl_interrupt_hold(-1)

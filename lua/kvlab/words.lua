@@ -4,19 +4,21 @@ local M = {}
 local LETTERS_MOST = 64 -- of a word; no name is as long, and the time grows with both
                         -- lengths
 
---- Edit distance (insert, delete, replace one letter; neighbours swapped count as two).
+--- Edit distance: letters to insert, delete or replace, and neighbours to swap.
 local function distance(a, b)
-  local row = {}
+  local before, row = {}, {}
   for j = 0, #b do row[j] = j end
   for i = 1, #a do
-    local diagonal = row[0]
-    row[0] = i
+    local above = row
+    row = { [0] = i }
     for j = 1, #b do
-      local above = row[j]
-      local replaced = diagonal + (a:byte(i) == b:byte(j) and 0 or 1)
-      row[j] = math.min(above + 1, row[j - 1] + 1, replaced)
-      diagonal = above
+      local x, y = a:byte(i), b:byte(j)
+      row[j] = math.min(above[j] + 1, row[j - 1] + 1, above[j - 1] + (x == y and 0 or 1))
+      if i > 1 and j > 1 and x == b:byte(j - 1) and y == a:byte(i - 1) then
+        row[j] = math.min(row[j], before[j - 2] + 1)
+      end
     end
+    before = above
   end
   return row[#b]
 end
@@ -25,7 +27,7 @@ end
 ---@param word string
 ---@param names string[]
 ---@return string|nil name      nil when there are no names
----@return integer|nil distance  letters to insert, delete or replace
+---@return integer|nil distance
 function M.nearest(word, names)
   local best, best_distance
   word = word:sub(1, LETTERS_MOST)
@@ -45,7 +47,7 @@ end
 function M.hint(word, names, form)
   if type(word) ~= "string" then return "" end
   local near, far = M.nearest(word, names)
-  if not near or far > math.ceil(math.max(#word, #near) / 3) then return "" end
+  if not near or far > math.max(#word, #near) / 3 then return "" end
   return (form or "; did you mean %s?"):format(near)
 end
 

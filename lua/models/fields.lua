@@ -8,8 +8,8 @@
 --
 -- JSON's null is a value of its own: a known field may be null only where that has a
 -- meaning. An unknown field may be null, since it then says nothing.
+local hint = require("kvlab.words").hint
 local json = require "kvlab.json"
-local nearest = require("kvlab.words").nearest
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
 
@@ -107,11 +107,10 @@ end
 --- Raises for a field that is not declared. of: what else has such a field, in words. The
 -- error names the nearest known name if it is near.
 local function refuse_unknown(path, what, name, value, known, of)
-  local near, distance = nearest(tostring(name), sorted.keys(known))
-  local hint = of and ("; it is a field of %s"):format(of)
-    or near and distance <= 3 and (", the nearest is %s"):format(near) or ""
+  local more = of and ("; it is a field of %s"):format(of)
+    or hint(name, sorted.keys(known), ", did you mean %s?")
   error(("%s: %s is %s, but %s has no such field%s"):format(path, tostring(name),
-    shown(value), what, hint), 0)
+    shown(value), what, more), 0)
 end
 
 --- The values of a table, with the defaults of fields that are left out. Harmless fields

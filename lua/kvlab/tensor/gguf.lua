@@ -5,7 +5,7 @@ local arguments = require "kvlab.arguments"
 local closed = require "kvlab.closed"
 local ffi = require "ffi"
 local library = require "kvlab.library"
-local nearest = require("kvlab.words").nearest
+local hint = require("kvlab.words").hint
 local options = require "kvlab.options"
 local protected = require "kvlab.protected"
 local sources = require "kvlab.sources"
@@ -104,8 +104,8 @@ end
 function File:describe(name)
   local entry = self.entries[options.argument("describe", "name", name, options.string)]
   if not entry then
-    options.fail(("%s has no tensor \"%s\"; the nearest is \"%s\""):format(self.path,
-      name, nearest(name, self.names) or ""))
+    options.fail(("%s has no tensor \"%s\"%s"):format(self.path, name,
+      hint(name, self.names, "; did you mean \"%s\"?")))
   end
   return entry.shape, entry.type, entry.bytes
 end

@@ -8,7 +8,7 @@ local ffi = require "ffi"
 local files = require "kvlab.files"
 local json = require "kvlab.json"
 local library = require "kvlab.library"
-local nearest = require("kvlab.words").nearest
+local hint = require("kvlab.words").hint
 local options = require "kvlab.options"
 local protected = require "kvlab.protected"
 local sorted = require "kvlab.sorted"
@@ -55,8 +55,8 @@ end
 function File:describe(name)
   local entry = self.entries[options.argument("describe", "name", name, options.string)]
   if not entry then
-    options.fail(("%s has no tensor \"%s\"; the nearest is \"%s\""):format(self.path,
-      name, nearest(name, self.names) or ""))
+    options.fail(("%s has no tensor \"%s\"%s"):format(self.path, name,
+      hint(name, self.names, "; did you mean \"%s\"?")))
   end
   return entry.shape, entry.dtype
 end

@@ -128,9 +128,12 @@ make "f33"
 t = kv.zeros("cpu", "f32", { 2 })
 t[7]
 t.sofmax -- misspelt
+kv.polcy.names()
 1 + 1 -- two
 ]]
-      assert.matches("^stdin:2: [^\n]*entry 7[^\n]*\n    t%[7%]\nstdin:3: ", output)
+      assert.matches("^stdin:2: t%[7%]: entry 7[^\n]*\n    t%[7%]\nstdin:3: ", output)
+      assert.matches("\nstdin:4: kv has no polcy; did you mean policy%?\n    kv%.polcy",
+        output)
       assert.matches("\n2\n$", output)
     end)
 
@@ -203,6 +206,11 @@ t.sofmax -- misspelt
         (feed "?kv.rmsnrom"))
       assert.equal("nothing is called kv.longbnech; did you mean longbench?\n",
         (feed "?kv.longbnech"))
+      assert.equal("nothing is called kv.polcy; did you mean policy?\n"
+        .. "nothing is called tensor:sofmtax; did you mean softmax?\n"
+        .. "nothing is called kvl_sofmtax; did you mean kvl_softmax?\n"
+        .. "nothing is called tensor:foo\nnothing is called maen; did you mean mean?\n",
+        (feed "?kv.polcy\n?tensor:sofmtax\n?kvl_sofmtax\n?tensor:foo\n?maen"))
     end)
   end)
 

@@ -32,11 +32,11 @@
 --   weight    f32 [head, token]  of the key in the softmax (emit)
 -- Any other name is a field of the policy's summary. The operators + - * / ^ % work on
 -- expressions and numbers.
+local hint = require("kvlab.words").hint
 local nodes = require "kvlab.kernel.expression.node"
 local options = require "kvlab.options"
 local rules = require "kvlab.kernel.expression.rules"
 local sorted = require "kvlab.sorted"
-local words = require "kvlab.words"
 
 local M = {}
 
@@ -198,9 +198,8 @@ Expression.__index = function(self, name)
   end
   if type(name) ~= "string" then return nil end
   if FIELDS[name] then return nil end
-  local near, far = words.nearest(name, sorted.keys(methods))
   fail(user_line(), "%s is no method of an expression%s", name, WRITTEN[name]
-    or far <= #name / 3 and (", did you mean %s?"):format(near) or "")
+    or hint(name, sorted.keys(methods), ", did you mean %s?"))
 end
 Expression.__call = function(self)
   fail(user_line(), "%s is no function of expressions%s", self.name or self.op,
@@ -351,13 +350,10 @@ function M.resolve(root, fields, what, beside)
           .. "and tokens alone", what, x.name)
       elseif not field then
         local names = sorted.keys(fields)
-        local near = words.nearest(x.name, names)
-        local known, far = words.nearest(x.name, sorted.keys(M.leaves))
-        local there = near and (", which has %s"):format(table.concat(names, ", "))
+        local there = names[1] and (", which has %s"):format(table.concat(names, ", "))
           or ", and no summary"
         fail(x.line, "%s: there is no field %s in the summary%s%s", what, x.name, there,
-          known and (not near or far <= 2) and ("; did you mean e.%s?"):format(known)
-          or "")
+          hint(x.name, sorted.keys(M.leaves), "; did you mean e.%s?"))
       end
       new[x] = node("field", { name = x.name, dims = field.dims, type = field.type,
                                dtype = field.dtype, raw = field.raw, line = x.line })

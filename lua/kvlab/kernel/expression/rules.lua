@@ -1,9 +1,9 @@
 --- What the operations of expressions take and give: types, casts, and the dimensions of
 -- reductions. An error names the line that built the node, and both operands.
+local hint = require("kvlab.words").hint
 local nodes = require "kvlab.kernel.expression.node"
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
-local words = require "kvlab.words"
 
 local before, has, without = nodes.before, nodes.has_dim, nodes.without
 local fail, side = nodes.fail, nodes.side
@@ -207,9 +207,8 @@ function M.reduce(name, x, over, where)
     return x, x.type, x.dims
   end
   if not has(x.dims, over) then
-    local near, far = words.nearest(over, x.dims)
     fail(where, "%s: %s has no dimension %s%s", what, side(x), over,
-      near and far <= 2 and (", did you mean %s?"):format(near) or "")
+      hint(over, x.dims, ", did you mean %s?"))
   end
   if over == "layer" or over == "kv_head" then
     fail(where, "%s: a kernel sees one %s at a time and cannot reduce over it", what,

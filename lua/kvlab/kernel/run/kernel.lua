@@ -5,13 +5,13 @@ local by_page = require "kvlab.tensor.by_page"
 local cache = require "kvlab.kernel.run.cache"
 local compiler = require "kvlab.kernel.run.compiler"
 local expression = require "kvlab.kernel.expression.expression"
+local hint = require("kvlab.words").hint
 local library = require "kvlab.library"
 local pages = require "kvlab.tensor.pages"
 local place = require "kvlab.kernel.expression.place"
 local print_c = require "kvlab.kernel.print.c"
 local sorted = require "kvlab.sorted"
 local tensor = require "kvlab.tensor.tensor"
-local words = require "kvlab.words"
 
 local C, check = library.C, library.check
 local M = {}
@@ -427,9 +427,8 @@ end
 function M.check_params(x, what, numbers)
   expression.each(x, function(one)
     if one.op == "param" and not numbers[one.name] then
-      local near, far = words.nearest(one.name, sorted.keys(numbers))
       error(("%s: %s: there is no option %s that is a number%s"):format(one.line, what,
-        one.name, near and far <= 3 and (", did you mean %s?"):format(near) or ""), 0)
+        one.name, hint(one.name, sorted.keys(numbers), ", did you mean %s?")), 0)
     end
   end)
 end

@@ -244,9 +244,7 @@ local function resolve(name, place)
   for part in name:gmatch "[^.:]+" do
     if value == place then -- a session's variables warn when one is missing
       value = rawget(place, part)
-    elseif type(value) == "table" then
-      value = value[part]
-    elseif type(value) == "cdata" then
+    elseif type(value) == "table" or type(value) == "cdata" then
       local ok, field = pcall(function(v) return v[part] end, value)
       value = ok and field or nil
     else
@@ -305,10 +303,14 @@ function M.text(name, environment)
   name = name:gsub("[(%s].*", "")
   if name == "policy" or name == "policies" then return list_policies() end
   local c_name = name:match "^kv%.C%.(.*)" or name:match "^kvl_[%w_]+$"
-  if c_name then return of_c(c_name) or nothing(name, environment) end
+  if c_name then
+    local text = of_c(c_name)
+    if text then return text end
+  end
   local kind, method = name:match "^(%l+)[.:]?(.*)$"
   if kind == "tensor" or kind == "device" then
-    return of_methods(kind, method) or nothing(name, environment)
+    local text = of_methods(kind, method)
+    if text then return text end
   end
   for i, place in ipairs(places(environment)) do
     local value = resolve(name, place[2])
