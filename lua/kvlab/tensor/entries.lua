@@ -38,28 +38,30 @@ return function(tensor)
     local names = sorted.keys(methods)
     for _, field in ipairs(FIELDS) do names[#names + 1] = field end
     local other = ELSEWHERE[name]
-    options.fail(("a tensor has no method and no field %s%s"):format(tostring(name),
+    options.fail(("a tensor has no method and no field %s%s"):format(
+      type(name) == "string" and name or options.shown(name),
       other and "; it is written " .. other or hint(name, names)))
   end
 
-  --- Entry i of dim `at`, counted from 0.
-  local function entry(t, i, at)
+  --- Entry i of dim `at`, counted from 0. key: what stood between the brackets.
+  local function entry(t, i, at, key)
     local n = at < t.ndim and tonumber(t.sizes[at]) or 0
     local from = i < 0 and i + n or i
     if from < 0 or from >= n or from % 1 ~= 0 then
-      options.fail(("t[...]: entry %s of dim %d, expected %d ... %d"):format(
-        tostring(i), at, -n, n - 1))
+      options.fail(("t[%s]: entry %s of dim %d, expected %d ... %d"):format(
+        type(key) == "string" and ("%q"):format(key) or tostring(key), tostring(i), at,
+        -n, n - 1))
     end
     return tonumber(from)
   end
 
   --- A bound of a slice, counted from 0.
-  local function bound(text, default, least, t, at)
+  local function bound(text, default, least, t, at, key)
     if text == "" then return default end
     local i, n = tonumber(text), tonumber(t.sizes[at])
     local from = i < 0 and i + n or i
     if from < least or from > n then
-      options.fail(("t[\"a:b\"]: bound %d of dim %d, expected %d ... %d"):format(i, at,
+      options.fail(("t[%q]: bound %s of dim %d, expected %d ... %d"):format(key, text, at,
         least, n))
     end
     return from
@@ -76,7 +78,7 @@ return function(tensor)
     for word in (text .. ","):gmatch "%s*(.-)%s*," do
       local from, to = word:match "^(%-?%d*)%s*:%s*(%-?%d*)$"
       if word:find "^%-?%d+$" then
-        local i = entry(t, tonumber(word), at)
+        local i = entry(t, tonumber(word), at, text)
         if at == 0 then
           t = methods.index(t, i)
         else
@@ -85,8 +87,8 @@ return function(tensor)
           t, is_view = methods.reshape(methods.narrow(t, i, 1, at), left), false
         end
       elseif from and from ~= "-" and to ~= "-" then
-        local first = bound(from, 0, 0, t, at)
-        local last = bound(to, tonumber(t.sizes[at]), first, t, at)
+        local first = bound(from, 0, 0, t, at, text)
+        local last = bound(to, tonumber(t.sizes[at]), first, t, at, text)
         if word ~= ":" then
           t, is_view = methods.narrow(t, first, last - first, at), is_view and at == 0
         end
@@ -110,7 +112,7 @@ return function(tensor)
   --- What t[key] returns if no method has this name.
   function tensor.entry_of(t, key)
     if key == "shape" then return sizes.of(t) end
-    if is_entry(key) then return methods.index(t, entry(t, key, 0)) end
+    if is_entry(key) then return methods.index(t, entry(t, key, 0, key)) end
     if is_part(key) then return (part_of(t, key)) end
     return refuse(key)
   end
@@ -118,7 +120,7 @@ return function(tensor)
   --- What t[key] = value does.
   function tensor.set_entry(t, key, value)
     local part, is_view
-    if is_entry(key) then part, is_view = methods.index(t, entry(t, key, 0)), true
+    if is_entry(key) then part, is_view = methods.index(t, entry(t, key, 0, key)), true
     elseif is_part(key) then part, is_view = part_of(t, key)
     elseif key == "shape" then
       options.fail "a tensor's shape is read-only; t:reshape gives it another one"

@@ -63,10 +63,10 @@ describe("t[i]", function()
     local t = matrix()
     for _, i in ipairs { 3, -4, 0.5 } do
       refused(function() return t[i] end,
-        ("t[...]: entry %s of dim 0, expected -3 ... 2"):format(i))
+        ("t[%s]: entry %s of dim 0, expected -3 ... 2"):format(i, i))
     end
     local empty, number = kv.zeros("cpu", "f32", { 0 }), t[0][0]
-    local nothing = "t[...]: entry 0 of dim 0, expected 0 ... -1"
+    local nothing = "t[0]: entry 0 of dim 0, expected 0 ... -1"
     refused(function() return empty[0] end, nothing)
     refused(function() return number[0] end, nothing)
     t:free()
@@ -78,7 +78,7 @@ describe("t[i]", function()
     t[0], t["1:"] = 1, kv.full("cpu", "f32", { 2, 4 }, 2)
     t["2, 3"] = 5
     assert.same({ 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 5 }, t:list())
-    refused(function() t[3] = 1 end, "t[...]: entry 3 of dim 0, expected -3 ... 2")
+    refused(function() t[3] = 1 end, "t[3]: entry 3 of dim 0, expected -3 ... 2")
     refused(function() t[":, 1"] = 1 end,
       't[":, 1"] = ...: this part is a copy, not a view')
     refused(function() t.sum_of = 1 end,
@@ -130,11 +130,11 @@ describe("a slice", function()
   it("is an error outside of the tensor", function()
     local t = matrix()
     for text, words in pairs {
-      ["0:4"] = 't["a:b"]: bound 4 of dim 0, expected 0 ... 3',
-      ["-4:"] = 't["a:b"]: bound -4 of dim 0, expected 0 ... 3',
-      ["2:1"] = 't["a:b"]: bound 1 of dim 0, expected 2 ... 3',
-      [":, 4"] = "t[...]: entry 4 of dim 1, expected -4 ... 3",
-      ["0, 0:5"] = 't["a:b"]: bound 5 of dim 0, expected 0 ... 4',
+      ["0:4"] = 't["0:4"]: bound 4 of dim 0, expected 0 ... 3',
+      ["-4:"] = 't["-4:"]: bound -4 of dim 0, expected 0 ... 3',
+      ["2:1"] = 't["2:1"]: bound 1 of dim 0, expected 2 ... 3',
+      [":, 4"] = 't[":, 4"]: entry 4 of dim 1, expected -4 ... 3',
+      ["0, 0:5"] = 't["0, 0:5"]: bound 5 of dim 0, expected 0 ... 4',
       ["0, 0, 0"] = 't["0, 0, 0"]: 3 dims are given, the tensor has 2',
       ["1:2:3"] = 't["1:2:3"]: "1:2:3" is no entry and no slice, expected i, a:b or :',
       ["0,"] = 't["0,"]: "" is no entry and no slice, expected i, a:b or :',
@@ -149,10 +149,12 @@ describe("an unknown name", function()
     local t = matrix()
     for name, words in pairs {
       sofmax = "; did you mean softmax?", shap = "; did you mean shape?", xyzzy = "",
+      foo = "", shpae = "; did you mean shape?", [{}] = "",
       unsqueeze = "; it is written t:reshape", T = "; it is written t:transpose()",
     } do
       refused(function() return t[name] end,
-        ("a tensor has no method and no field %s%s"):format(name, words))
+        ("a tensor has no method and no field %s%s"):format(
+          type(name) == "table" and "a table" or name, words))
     end
   end)
 end)
