@@ -17,7 +17,7 @@ local function refusal(name, set)
   kv.experiment.run = run
   assert(ok, why)
   ok, why = pcall(plans.new, spec, { quick = true, seed = 0, set = set })
-  return not ok and why or "nothing is refused"
+  return not ok and tostring(why) or "nothing is refused"
 end
 
 describe("an experiment", function()

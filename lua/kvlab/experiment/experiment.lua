@@ -142,12 +142,14 @@ function Record:row(row)
 end
 
 --- Raises the failure of a configuration, which ends the run; with --keep-going, prints
--- it instead.
+-- it instead. The line of the script stands behind the words, which may be about what the
+-- user typed.
 function Record:failure(config, problem)
   problem = secrets.mask(tostring(problem))
   if problem:find("interrupted", 1, true) then error("interrupted", 0) end
-  local words = ("%s\n  configuration %s"):format(problem,
-    grids.describe(self.plan.grid, config))
+  local at, what = problem:match "^(%S-%.lua:%d+): (.*)$"
+  local words = ("%s\n  configuration %s%s"):format(what or problem,
+    grids.describe(self.plan.grid, config), at and "\n  at " .. at or "")
   if not self.keeps_going then error(words .. "\n  " .. self:explain(), 0) end
   self.failed, self.finished = self.failed + 1, self.finished + 1
   self.line:clear()
@@ -468,7 +470,7 @@ end
 function M.run(spec, given)
   given = given or command_line
   local ok, plan = pcall(plans.new, spec, given)
-  if not ok then error(plan, 2) end
+  if not ok then error(tostring(plan), plans.level(plan)) end
   if given.help then
     help.experiment(spec, plan)
     os.exit(0, true)

@@ -1,6 +1,6 @@
 --- The plan of an experiment: checks its specification, applies --quick and --set, and
--- lists the configurations. Errors are raised without a position; kvlab.experiment
--- adds the line of the script.
+-- lists the configurations. Errors are raised without a position. kvlab.experiment adds
+-- the line of the script to those that are the script's fault.
 local costs = require "kvlab.experiment.costs"
 local grids = require "kvlab.experiment.grid"
 local hint = require("kvlab.words").hint
@@ -13,6 +13,20 @@ local text_table = require "kvlab.report.table"
 local M = {}
 
 local function fail(fmt, ...) error(fmt:format(...), 0) end
+
+local ByUser = { __tostring = function(self) return self.problem end }
+
+--- Calls fn(...), whose errors are then those of the command line, not of the script.
+local function by_user(fn, ...)
+  local ok, problem = pcall(fn, ...)
+  if not ok then error(setmetatable({ problem = problem }, ByUser), 0) end
+  return problem
+end
+
+--- The level at which to raise an error of M.new: 0 for a mistake in the command line, 2
+-- for one in the script that called the caller.
+---@return integer
+function M.level(problem) return getmetatable(problem) == ByUser and 0 or 2 end
 
 local FIELDS = {
   name = options.required(options.string), title = options.string,
@@ -200,11 +214,11 @@ local function apply_options(spec, grid, given)
   for _, word in ipairs(given.args or {}) do -- others are the script's own affair
     local key = word:match "^([%w_]+)="
     if key == "repeats" or grid.axis_of[key] or grid.defaults[key] ~= nil then
-      fail("%s is no option, expected --set %s", word, word)
+      by_user(fail, "%s is no option, expected --set %s", word, word)
     end
   end
   if given.quick then apply(spec.quick or {}, "quick") end
-  apply(given.set, "--set")
+  by_user(apply, given.set, "--set")
   return repeats, fresh, keeps_stale
 end
 
@@ -289,11 +303,11 @@ function M.new(spec, given)
   local repeats, fresh, keeps_stale = apply_options(spec, grid, given)
   local root = given.out
     or "results/" .. spec.name .. (given.quick and "-quick" or "")
-  if given.over then costs.check(given.over, spec.name, grid.metrics) end
+  if given.over then by_user(costs.check, given.over, spec.name, grid.metrics) end
   local plan = {
     name = spec.name, title = spec.title or spec.name, grid = grid, repeats = repeats,
     fresh = fresh, keeps_stale = keeps_stale, root = root,
-    formats = formats_of(given.formats),
+    formats = by_user(formats_of, given.formats),
     proportions = spec.proportions or {},
     folder = root, shard = given.shard,
     environment = given.environment or find_environment(spec.environment),
@@ -311,7 +325,7 @@ function M.new(spec, given)
     end
   end
   if repeats > 1 and spec.deterministic then
-    fail("repeats is %d, expected 1: nothing in %s depends on the seed", repeats,
+    by_user(fail, "repeats is %d, expected 1: nothing in %s depends on the seed", repeats,
       spec.name)
   end
   if #plan.configs == 0 then fail("experiment: `when` leaves no configuration") end
@@ -319,7 +333,7 @@ function M.new(spec, given)
     plan.folder = ("%s/shards/%d-of-%d"):format(root, plan.shard.index, plan.shard.count)
     plan.configs = take_shard(plan.configs, plan.shard)
   end
-  check_configs(spec.check, plan)
+  by_user(check_configs, spec.check, plan)
   plan.required = find_required(plan, spec)
   for _, name in ipairs { "device", "isa", "seed", "link_gbps", "link_us" } do
     plan.order[#plan.order + 1] = name

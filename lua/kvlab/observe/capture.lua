@@ -47,19 +47,19 @@ Capture.__index = Capture
 local function open(folder)
   local path = folder .. "/manifest.json"
   local text = sources.read(path)
-  if not text then error(("capture: there is no %s"):format(path), 2) end
+  if not text then error(("capture: there is no %s"):format(path), 0) end
   local ok, m = pcall(json.decode, text)
   if not ok or type(m) ~= "table" or m.format ~= FORMAT then
     error(("capture: %s is %s, expected a manifest of format \"%s\""):format(path,
       ok and type(m) == "table" and "of format " .. tostring(m.format)
-        or "no JSON object", FORMAT), 2)
+        or "no JSON object", FORMAT), 0)
   end
   local self = setmetatable({ folder = folder, model = m.model, layers = m.layers,
     tokens = m.tokens, heads = m.heads, kv_heads = m.kv_heads, head_dim = m.head_dim,
     scale = m.scale, dtype = DTYPES[m.dtype] }, Capture)
   if not self.dtype then
     error(("capture: %s: dtype is %s, expected float32, float16 or bfloat16"):format(path,
-      tostring(m.dtype)), 2)
+      tostring(m.dtype)), 0)
   end
   return self
 end

@@ -45,7 +45,7 @@ end
 ---@return kvlab.TraceRow[]
 function M.read(path, limit)
   local file, why = sources.open(path)
-  if not file then error("trace: " .. why, 2) end
+  if not file then error("trace: " .. why, 0) end
   local rows = {}
   for line in file:lines() do
     if limit and #rows >= limit then break end
@@ -55,7 +55,7 @@ function M.read(path, limit)
     rows[#rows + 1] = row
   end
   file:close()
-  if #rows == 0 then error(("trace: %s has no requests"):format(path), 2) end
+  if #rows == 0 then error(("trace: %s has no requests"):format(path), 0) end
   return rows
 end
 

@@ -88,7 +88,9 @@ local function open(name, level)
     check(C.kvl_cpu_link(command_line["link-gbps"], command_line["link-us"]),
       (level or 1) + 1)
   end
-  check(C.kvl_device_open(name, out_device), (level or 1) + 1)
+  local status = C.kvl_device_open(name, out_device)
+  if status < 0 and level == 0 then error(ffi.string(C.kvl_last_error()), 0) end
+  check(status, (level or 1) + 1)
   dev = out_device[0]
   open_devices[name] = dev
   open_devices[dev:name()] = dev
@@ -121,15 +123,16 @@ end
 ---@return kvlab.Device
 function M.device(name)
   if M.is_device(name) then return name end
+  local level = name and 2 or 0 -- no line of the script is to blame for --device
   name = name or command_line.device
   if name == "auto" then name = M.cuda_available() and "cuda" or "cpu" end
   if type(name) ~= "string" then
     options.fail(("device is %s, expected a device or its name"):format(
       options.shown(name)))
   end
-  local dev = open(name, 2)
+  local dev = open(name, level)
   if command_line["link-gbps"] and not dev:is_cpu() then
-    error("--link-gbps emulates a link on the cpu; the device is " .. dev:name(), 2)
+    error("--link-gbps emulates a link on the cpu; the device is " .. dev:name(), level)
   end
   return dev
 end

@@ -287,7 +287,7 @@ x           2        2  1.5  5    3.5  -2.853 ... 9.853  no
       files.write(folder .. "/z.jsonl", zipped:format(1, 1) .. zipped:format(2, 2))
       has("no row has all of these values", main(folder, folder .. "/z.jsonl:a=1,b=2"))
       has("is not KEY=VALUE", main(folder, folder .. ":policy=quest,x"))
-      has("nothing is called y; did you mean x? There is x", main(folder, folder,
+      has("nothing is called y. There is x", main(folder, folder,
         { metric = { "y" } }))
       has("nothing is called z. There is policy, seed", main(folder, folder,
         { by = { "z" } }))
