@@ -165,7 +165,8 @@ build tries to make it when .deps/luajit is removed"
 version_of() {
   case $1 in
   /*) dpkg-query -W -f '${Version}' "$2" 2>/dev/null || echo "(not from a package)" ;;
-  *) "$1" --version 2>/dev/null | sed -n '1s/^[^0-9]*\([0-9][0-9.]*\).*/\1/p' ;;
+  *) { "$1" --version || "$1" -V; } 2>/dev/null | # tmux knows only the second
+    sed -n '1s/^[^0-9]*\([0-9][0-9a-z.]*\).*/\1/p' ;;
   esac
 }
 
