@@ -289,6 +289,7 @@ describe("the front door #slow", function()
       local output = doctor("12.4", "12.8")
       assert.matches("\nold +nvcc +12%.4%.99 %(.-%), expected 12%.5 or newer", output)
       assert.matches("\nok +driver's CUDA +12%.8\n", output)
+      assert.is_nil(output:find " \n") -- whatever is there has a version
       output = doctor("12.10", "12.2") -- a newer driver of the same major is not needed
       assert.matches("\nok +nvcc +12%.10%.99", output)
       assert.matches("\nok +driver's CUDA +12%.2\n", output)
@@ -365,6 +366,13 @@ END
       says(2, "%-%-set takes KEY=VALUE", "./kvlab run --set x answer.lua")
       says(2, "%-%-quick takes no value", "./kvlab run --quick=1 answer.lua")
       says(2, "%-%-out is empty", "./kvlab run answer.lua --out=")
+      says(2, "both %-%-set a=1 and %-%-set a=2 are given, expected one; several values",
+        "./kvlab run answer.lua --set a=1 --set b=2 --set=a=2")
+      says(2, "both %-%-seed=1 and %-%-seed=2 are given, expected one\n",
+        "./kvlab run answer.lua --seed 1 --seed=2")
+      says(2, "%-%-quick is given twice", "./kvlab run answer.lua --quick --quick")
+      says(2, "both %-%-config=debug and %-%-config=release are given, expected one",
+        "./kvlab build --config debug --config=release")
       for _, arch in ipairs { "banana", "80:", ",", "8" } do
         says(2, "%-%-cuda%-arch is numbers", "./kvlab build --cuda-arch=" .. arch)
       end

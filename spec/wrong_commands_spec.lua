@@ -5,8 +5,9 @@ local kv = require "kvlab"
 
 if not io.open(kv.paths.root .. "/README.md") then return end -- a bundle is not for work
 
-local RECALL = "run lua/experiments/01_recall.lua --quick --set policy=quest"
-  .. " --set context=512"
+local RECALL = "run lua/experiments/01_recall.lua --quick"
+local QUEST = RECALL .. " --set policy=quest"
+local SHORT = QUEST .. " --set context=512"
 local TRACE = "run lua/experiments/09_trace.lua --set trace="
 
 local CASES = { -- words after ./kvlab, words of the answer
@@ -14,28 +15,30 @@ local CASES = { -- words after ./kvlab, words of the answer
   { "run docs", "cannot read docs: Is a directory" },
   { "run big.lua", "no memory on cpu for 4000000000000 bytes" },
   { "run lua/experiments/00_cached_lm.lua --device=cuda:99", " cuda" },
-  { RECALL .. " --isa=sse9",
+  { SHORT .. " --isa=sse9",
     'kvlab: --isa: isa is "sse9"; this build and this processor have ' },
-  { RECALL .. " --isa=", "this build and this processor have " },
-  { RECALL .. " --set isa=plain", "isa" },
+  { SHORT .. " --isa=", "this build and this processor have " },
+  { SHORT .. " --set isa=plain", "isa" },
   { RECALL .. " --set policy=quset", 'no policy "quset"; did you mean "quest"?' },
-  { RECALL .. " --set polcy=quest", "nothing is called polcy; did you mean policy?" },
-  { RECALL .. " --set promts=2", ", unit, repeats\n" },
+  { SHORT .. " --set polcy=quest", "nothing is called polcy; did you mean policy?" },
+  { SHORT .. " --set promts=2", ", unit, repeats\n" },
   { RECALL .. " policy=quest", "policy=quest is no option, expected --set policy=quest" },
   { RECALL .. " --set policy=boom",
     "policy boom cannot be loaded: ./policies/boom.lua:1: boom" },
-  { RECALL .. " --set context=abc", 'context is "abc", expected a number' },
-  { RECALL .. " --set context=-5", "context is -5, expected a whole number >= 1" },
-  { RECALL .. " --set context=51.2", "context is 51.2, expected a whole number >= 1" },
-  { RECALL .. " --set context=20", "needles" },
-  { RECALL .. " --set budget=2", "ratio is 2, expected 0 ... 1" },
+  { QUEST .. " --set policy=tova",
+    "kvlab: both --set policy=quest and --set policy=tova are given, expected one" },
+  { QUEST .. " --set context=abc", 'context is "abc", expected a number' },
+  { QUEST .. " --set context=-5", "context is -5, expected a whole number >= 1" },
+  { QUEST .. " --set context=51.2", "context is 51.2, expected a whole number >= 1" },
+  { QUEST .. " --set context=20", "needles" },
+  { SHORT .. " --set budget=2", "ratio is 2, expected 0 ... 1" },
   { RECALL .. " --set policy=nan",
     "policy nan, layer 0: all scores of step 1 are NaN, expected numbers" },
-  { RECALL .. " --set prompts=0", "prompts is 0, expected a whole number >= 1" },
-  { RECALL .. " --set block_size=0", "block_size is 0, expected a whole number >= 1" },
-  { RECALL .. " --set memory=disk", "memory is disk, expected resident, ring or hot" },
-  { RECALL .. " --out=/proc/x", "results cannot be written: /proc/x" },
-  { RECALL .. " --out=syntax.lua", "results cannot be written: syntax.lua" },
+  { SHORT .. " --set prompts=0", "prompts is 0, expected a whole number >= 1" },
+  { SHORT .. " --set block_size=0", "block_size is 0, expected a whole number >= 1" },
+  { SHORT .. " --set memory=disk", "memory is disk, expected resident, ring or hot" },
+  { SHORT .. " --out=/proc/x", "results cannot be written: /proc/x" },
+  { SHORT .. " --out=syntax.lua", "results cannot be written: syntax.lua" },
   { TRACE .. "none.jsonl", "none.jsonl: No such file" },
   { TRACE .. "empty.jsonl", "empty.jsonl has no requests" },
   { "test empty.jsonl", "no spec ran" },
@@ -79,6 +82,7 @@ describe("a wrong command #release", function()
       assert.is_true(status == 1 or status == 2, output)
       assert.is_true(output:find(case[2], 1, true) ~= nil, output)
       assert.is_nil(output:find("traceback", 1, true), output)
+      assert.is_nil(output:find "%f[%g]%S*lua/[%w_/]+%.lua:%d+: ", output)
     end)
   end
 end)

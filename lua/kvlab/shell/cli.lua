@@ -135,8 +135,21 @@ local function note(word, is_apart)
   if not is_apart then options.arguments[#options.arguments + 1] = word end
 end
 
+--- Raises where an option, or a setting of --set, is given a second time.
+---@param given table<string, string>  the words of those that were read, by name
+local function refuse_second(given, name, value, word)
+  local key = name == "set" and "--set " .. value:match "^[^=]*" or name
+  local other = given[key]
+  given[key] = word
+  if other == word then misuse("%s is given twice", word) end
+  if other then
+    misuse("both %s and %s are given, expected one%s", other, word, name == "set"
+      and "; several values of an axis are separated by commas" or "")
+  end
+end
+
 --- Reads the option `words[i]`. Returns the index of the last word that it took.
-local function parse_option(known, names, words, i)
+local function parse_option(known, names, given, words, i)
   local name, value = words[i]:match("^%-%-([^=]+)=?(.*)$")
   local has_value = words[i]:find("=", 1, true)
   local read = known[name]
@@ -150,6 +163,7 @@ local function parse_option(known, names, words, i)
   end
   if read == FLAG then
     if has_value then misuse("--%s takes no value", name) end
+    refuse_second(given, name, "", words[i])
     options[name] = true
     note(words[i], apart[name])
     return i
@@ -158,6 +172,8 @@ local function parse_option(known, names, words, i)
     i = i + 1
     value = words[i] or misuse("--%s needs a value", name)
   end
+  refuse_second(given, name, value, ("--%s%s%s"):format(name,
+    name == "set" and " " or "=", value))
   options[name] = read(value, name)
   note(("--%s=%s"):format(name, value), apart[name]
     or name == "set" and value:find "^fresh=")
@@ -167,6 +183,7 @@ end
 --- Reads the words after the verb into the command line's table.
 local function parse(verb, words)
   local known, names = options_of(verb)
+  local given = {}
   options.words, options.arguments = {}, {}
   local i = 1
   while i <= #words do
@@ -183,7 +200,7 @@ local function parse(verb, words)
     elseif (word == "-h" or word == "--help") and verb == "run" then
       options.help = true
     elseif word:match("^%-%-[^=]") then
-      i = parse_option(known, names, words, i)
+      i = parse_option(known, names, given, words, i)
     elseif word:match("^%-%a") then
       misuse("unknown option %s; options begin with two dashes", word)
     else

@@ -5,7 +5,8 @@ local kv = require "kvlab"
 
 if not kv.paths.executable then return end
 
-local SMALL = " --device=cpu --quick --set context=100 --set layers=1 --set flush_mib=1 "
+local SMALL = " --device=cpu --quick --set context=100 --set layers=1 "
+local COLD = SMALL .. "--set flush_mib=1"
 
 describe("kvlab time #release", function()
   local scratch
@@ -67,7 +68,7 @@ return kv.policy.define {
 
   it("prints them side by side, and what was measured", function()
     local text = time("streaming_blocks,quest --set seqs=2 --set unit=blocks "
-      .. "--set budget=4 --set steps=3" .. SMALL)
+      .. "--set budget=4 --set steps=3" .. COLD)
     for _, words in ipairs {
       "1 layers, 8 query heads on 2 KV heads of 64, bf16; 2 x 100 tokens in blocks of",
       "budget: blocks = 4", "cold caches: 1 MiB are read before each layer",
