@@ -10,16 +10,7 @@ local M = {}
 M.own = nil
 
 local path = kv.command_line.policy
-if path then
-  local chunk, problem = loadfile(path)
-  local make = chunk and chunk()
-  if type(make) ~= "function" then
-    error(problem or path .. " returns no policy: it has to end with return"
-      .. " kv.policy.define { … }", 0)
-  end
-  M.own = make().name
-  require("kvlab.named").give("policies", M.own, path, make)
-end
+if path then M.own = require "kvlab.shell.policy_file"(path) end
 
 --- The names of the policies to try, without those that evict tokens.
 ---@param phase string|nil  "prefill" or "decode": only those that select in it

@@ -623,21 +623,28 @@ local function why_none(path, make)
     options.shown(make))
 end
 
-local told = {} -- files that were left out
-
---- The policy of a file with its defaults. Nil for a file that is not finished: an
--- experiment that does not use it goes on without it, and says so once.
+--- The policy of a file with its defaults; nil for a file that is not finished.
 local function open_finished(name)
   local ok, made = pcall(function()
     local make, path = named.open("policies", "policy", name, 0)
     local why = why_none(path, make)
     return why and error(why, 0) or make()
   end)
-  if ok then return made end
-  if not told[name] and not command_line.worker then
-    io.stderr:write(("kvlab: the policy %s is left out: %s\n"):format(name, made))
+  return ok and made or nil
+end
+
+local told = {} -- the names of files that were left out
+
+--- Says once which files are not finished, unless the command line names the policies.
+local function tell(broken)
+  local names = {}
+  for _, name in ipairs(broken) do
+    if not told[name] then names[#names + 1] = name end
+    told[name] = true
   end
-  told[name] = true
+  if not names[1] or command_line.worker or command_line.set.policy then return end
+  io.stderr:write(("kvlab: not among the policies: %s (kvlab test policy %s says why)\n")
+    :format(table.concat(names, ", "), names[1]))
 end
 
 --- Whether a policy takes part in a phase: it selects in prefill or in decode; evict: it
@@ -653,14 +660,16 @@ end
 ---@param phase? string  prefill or decode: they select in it; evict: they evict
 ---@param first? string[]
 function M.names(phase, first)
-  local names, is_first = {}, {}
+  local names, is_first, broken = {}, {}, {}
   for i, name in ipairs(first or {}) do names[i], is_first[name] = name, true end
   for _, name in ipairs(named.list "policies") do
-    local is_asked = not phase or has_phase(open_finished(name) or {}, phase)
-    if not is_first[name] and is_asked then
+    local made = not phase and {} or open_finished(name)
+    if not made then broken[#broken + 1] = name end
+    if not is_first[name] and made and (not phase or has_phase(made, phase)) then
       names[#names + 1] = name
     end
   end
+  tell(broken)
   return names
 end
 

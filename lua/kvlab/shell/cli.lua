@@ -434,6 +434,7 @@ local function test_policy()
     specs[i] = ("%s/spec/%s_spec.lua"):format(root(), name)
   end
   return function()
+    require "kvlab.shell.policy_file"(options.policy) -- says what is wrong, once for all
     return require("kvlab.shell.test").main(root(), specs, options)
   end
 end

@@ -23,8 +23,8 @@ local attention_of = require("kvlab.policy.attention").attention
 local grids = require "kvlab.experiment.grid"
 local json = require "kvlab.json"
 local kv = require "kvlab"
-local named = require "kvlab.named"
 local options = require "kvlab.options"
+local policy_file = require "kvlab.shell.policy_file"
 local stages = require "kvlab.observe.stages"
 local synthetic = require "kvlab.experiment.synthetic"
 local median_interval = require("kvlab.experiment.statistics").median_interval
@@ -58,26 +58,12 @@ local function settings_of(given, dev)
   return o.defaults
 end
 
---- Gives the policy of a file its name; two different files cannot have the same.
-local function name_of_file(path)
-  local chunk, problem = loadfile(path)
-  if not chunk then error(problem, 0) end
-  local make = chunk()
-  if type(make) ~= "function" then
-    error(("%s returns %s, expected what kv.policy.define returns"):format(path,
-      options.shown(make)), 0)
-  end
-  local name = make().name
-  named.give("policies", name, path, make)
-  return name
-end
-
 --- The names of the policies, each once; full, the reference, is added if it is missing.
 ---@param policies {name: string|nil, path: string|nil}[]  by name, or by file
 local function names_of(policies)
   local names, is_there = {}, {}
   for i, one in ipairs(policies) do
-    local name = one.name or name_of_file(one.path)
+    local name = one.name or policy_file(one.path)
     if is_there[name] then
       error(("time: there are two policies %s, expected each once"):format(name), 0)
     end

@@ -97,15 +97,21 @@ describe("kvlab new #release", function()
         'print(table.concat(require("kvlab").policy.names "decode", " "))')
       local text = ok("run", "all.lua")
       has(" quest ", text)
-      has("kvlab: the policy empty is left out: ./policies/empty.lua returns true, "
-        .. "expected what kv.policy.define returns\n", text)
-      has("kvlab: the policy half is left out: ", text)
-      has("./policies/half.lua:1: unexpected symbol", text)
-      has("kvlab: the policy wrong is left out: ", text)
+      has("kvlab: not among the policies: empty, half, wrong (kvlab test policy empty "
+        .. "says why)\n", text)
+      assert.is_nil(ok("run", "all.lua", "--set=policy=quest"):find("half", 1, true))
       files.write(folder .. "/a.lua", 'require("kvlab").policy "empty"')
       local status, output = kvlab("run", "a.lua")
       assert.equal(1, status)
       has("a.lua:1: the policy empty: ./policies/empty.lua returns true", output)
+      for name, words in pairs {
+        empty = "./policies/empty.lua returns nil, expected what kv.policy.define "
+          .. "returns",
+        half = "./policies/half.lua:1: unexpected symbol near '<eof>'",
+        wrong = "./policies/wrong.lua:1: no" } do
+        status, output = kvlab("test", "policy", name)
+        assert.same({ 1, "kvlab: " .. words .. "\n" }, { status, output })
+      end
     end)
 
   it("is followed by a test that runs every spec which a policy has to pass", function()

@@ -1,0 +1,20 @@
+--- A policy of a file that the command line names, wherever it lies.
+local named = require "kvlab.named"
+local options = require "kvlab.options"
+
+--- Gives the policy of a file its name, under which kv.policy then finds it. Raises if
+-- the file holds no policy.
+---@param path string
+---@return string name
+return function(path)
+  local chunk, problem = loadfile(path)
+  if not chunk then error(problem, 0) end
+  local make = chunk()
+  if type(make) ~= "function" then
+    error(("%s returns %s, expected what kv.policy.define returns"):format(path,
+      options.shown(make)), 0)
+  end
+  local name = make().name
+  named.give("policies", name, path, make)
+  return name
+end
