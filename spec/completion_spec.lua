@@ -59,6 +59,13 @@ describe("completion", function()
     offers {
       { "kvlab run 01_", "01_recall" }, { "kvlab run fi", "first" },
       { "kvlab run 01_recall --set policy=mi", "mine" },
+      { "kvlab run 01_recall --set po", "policy=" },
+      { "kvlab run --quick 01_recall --set=re", "reuse_layers= reuse_steps= repeats=" },
+      { "kvlab run 01_recall --set context=512,1", "512,1024" },
+      { "kvlab run --set task=needle_m", "" },
+      { "kvlab sweep submit 18_text_budget --set task=needle_multik", "needle_multikey" },
+      { "kvlab run first --set ", "" }, { "kvlab time quest --set fl", "flush_mib=" },
+      { "kvlab time quest --set unit=", "" },
       { "kvlab run 01_recall --set policy=mine,block_", "mine,block_mean" },
       { "kvlab time mine,topk", "mine,topk" }, { "kvlab test policy topk", "topk" },
       { "kvlab time deep/", "deep/mine.txt" }, { "kvlab run --out=de", "deep" },

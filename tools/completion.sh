@@ -12,6 +12,23 @@ names_in() {
   done | sed -n 's/^\([A-Za-z0-9_]*\)\.lua$/\1/p'
 }
 
+# settings_of SCRIPT TEXT: what TEXT after --set may become: the names of the script's axes and
+# settings, or the values of an axis, as the help of the script lists them.
+settings_of() {
+  program=$root/build/bin/release/kvlab
+  [ -z "$is_bundle" ] || program=$root/bin/kvlab
+  "$program" run "$1" --help --device=cpu 2>/dev/null | awk -v text="$2" '
+    /^(axes|settings):/ { section = $1; next }
+    /^[^ ]|^$/ { section = "" }
+    section && /^  [^ ]/ { name = $1; $1 = ""; if (text !~ /=/) print name "=" }
+    section == "axes:" && index(text, name "=") == 1 {
+      gsub(/[ ,]+/, " ")
+      n = split($0, values, " ")
+      match(text, /.*[,=]/)
+      for (i = 1; i <= n; i++) print substr(text, 1, RLENGTH) values[i]
+    }'
+}
+
 # complete_words CURRENT WORD...: prints what CURRENT may become after `kvlab WORD...`, one on a
 # line; @files and @folders stand for those.
 complete_words() {
@@ -31,7 +48,10 @@ complete_words() {
       options = options " " name (form == "=" ? form : "")
     }
     function of_option(name, text) {
-      return name == "--set" && text ~ /^policy=/ ? "@policies" : takes[name]
+      if (name != "--set") return takes[name]
+      if (text ~ /^policy=/) return "@policies"
+      name = takes[verb " --set"]
+      return text ~ /=/ && name != "@settings" ? "" : name
     }
     function words_here(n, word, i, at) {
       if (n > 0 && has_value[word[n]]) return of_option(word[n], current)
@@ -39,19 +59,34 @@ complete_words() {
         return of_option(substr(current, 1, RLENGTH - 1), substr(current, RLENGTH + 1))
       if (current ~ /^-/) return options
       if (n == 0) return verbs
-      for (i = 2; i <= n; i++) if (word[i] !~ /^-/ && !has_value[word[i - 1]]) at++
-      return takes[verb " " at + 1]
+      return takes[verb " " arguments(n, word) + 1]
+    }
+    function arguments(n, word, i, at) { # their number; script is the one that may be one
+      for (i = 2; i <= n; i++) if (word[i] !~ /^-/ && !has_value[word[i - 1]]) {
+        at++
+        if (takes[verb " " at] ~ /@experiments/) script = word[i]
+      }
+      return at
     }
     END {
       current = ENVIRON["current"]
       n = split(ENVIRON["before"], before, "\n")
+      arguments(n, before)
       n = split(words_here(n, before), list, " ")
-      for (i = 1; i <= n; i++) print list[i] == "@verbs" ? substr(verbs, 2) : list[i]
-    }' "$verb" | tr ' ' '\n' | while IFS= read -r word; do
+      gsub(" ", "\n", verbs)
+      for (i = 1; i <= n; i++)
+        print list[i] == "@verbs" ? verbs : list[i] == "@settings" ? list[i] script : list[i]
+    }' "$verb" | while IFS= read -r word; do
     case $word in
     '') ;;
     @policies) names_in policies | sed "s|^|${current%"${current##*[,=]}"}|" ;;
     @experiments) names_in experiments ;;
+    @settings*)
+      settings_of "${word#@settings}" "${current#--set=}" | case $current in
+      --set=*) sed 's|^|--set=|' ;;
+      *) cat ;;
+      esac
+      ;;
     @* | -*) echo "$word" ;;
     *) echo "${current%"${current##*=}"}$word" ;;
     esac
