@@ -4,8 +4,8 @@
 -- The policies of lua/policies are in the table below. No two of them share colour and
 -- marker, and those that are compared most often have a colour of their own. Any other
 -- policy is drawn with pentagons, which no policy of the table has. Its name decides the
--- colour and the dash. If two such names in one picture get the same style, the later one
--- in the alphabet takes the next style.
+-- colour and the dash; if something else in the picture has this colour, it takes the
+-- next colour that is free, or, where none is, the next style.
 local M = {}
 
 local BLACK, GREY = "#000000", "#8c8c8c"
@@ -71,19 +71,30 @@ local function hash(name, n)
   return h % n
 end
 
---- The styles of policies that are not in the table.
-local function of_strangers(names)
-  local styles, taken, n = {}, {}, #M.COLOURS * #PENTAGONS
-  table.sort(names)
-  for i, name in ipairs(names) do
-    local at = hash(name, n)
-    while taken[at] and i <= n do at = (at + 1) % n end
-    taken[at] = true
-    local pentagon = PENTAGONS[math.floor(at / #M.COLOURS) + 1]
-    styles[name] = style(M.COLOURS[at % #M.COLOURS + 1], pentagon[1], pentagon[2])
-    styles[name].is_stranger = true
+--- Adds the styles of policies that are not in the table to those of the others.
+local function add_strangers(styles, names)
+  local taken, used, n = {}, {}, #M.COLOURS * #PENTAGONS
+  for _, own in pairs(styles) do used[own.colour] = true end
+  local function colour_of(at) return M.COLOURS[at % #M.COLOURS + 1] end
+  --- The first style from `at` on that is free, if possible in a colour that is.
+  local function next_free(at)
+    local second
+    for i = at, at + n - 1 do
+      if not taken[i % n] then
+        if not used[colour_of(i)] then return i % n end
+        second = second or i % n
+      end
+    end
+    return second or at
   end
-  return styles
+  table.sort(names)
+  for _, name in ipairs(names) do
+    local at = next_free(hash(name, n))
+    local pentagon = PENTAGONS[math.floor(at / #M.COLOURS) + 1]
+    styles[name] = style(colour_of(at), pentagon[1], pentagon[2])
+    styles[name].is_stranger = true
+    taken[at], used[colour_of(at)] = true, true
+  end
 end
 
 --- Returns the style of each series by its name: for policies by their name, for other
@@ -98,7 +109,7 @@ function M.of(names, are_policies)
     if not are_policies then styles[name] = in_order(i - 1) end
     if not styles[name] then strangers[#strangers + 1] = name end
   end
-  for name, own in pairs(of_strangers(strangers)) do styles[name] = own end
+  add_strangers(styles, strangers)
   return styles
 end
 

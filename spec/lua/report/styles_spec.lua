@@ -26,7 +26,7 @@ end
 describe("style", function()
   it("of a policy is the same in two pictures with different policies", function()
     local one = drawn { "full", "quest", "mine", "random" }
-    local other = drawn { "h2o_blocks", "mine", "yours", "block_mean", "quest" }
+    local other = drawn { "h2o_blocks", "mine", "yours", "gsa_on_device", "quest" }
     assert.truthy(one.quest and one.mine)
     assert.equal(one.quest, other.quest)
     assert.equal(one.mine, other.mine)
@@ -48,6 +48,21 @@ describe("style", function()
       seen[key] = name
     end
   end)
+
+  it("of a user's policy has a colour that nothing else has while there is one",
+    function()
+      local own, shown = {}, { "full", "quest", "block_mean", "gsa_on_device" }
+      for letter in ("abcdefghijklmnopqrstuvwxyz"):gmatch "." do
+        local names, seen = { letter, letter .. "_2", unpack(shown) }, {}
+        local of = styles.of(names, true)
+        for name, style in pairs(of) do
+          assert.is_nil(seen[style.colour], name)
+          seen[style.colour] = name
+        end
+        own[of[letter].colour] = true
+      end
+      assert.is_truthy(next(own, next(own))) -- its name decides among the free ones
+    end)
 
   it("of other series follows their order", function()
     local of = styles.of { "256", "quest" }
