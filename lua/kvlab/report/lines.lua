@@ -248,23 +248,26 @@ local function make_layout(p, panel, letters_y)
   }
 end
 
---- The keys of the legend. Small multiples name their series in their titles.
+--- The keys of the legend, and the letters of the longest one. Small multiples name their
+-- series in their titles.
 local function legend_items(p)
-  local items = {}
+  local items, texts = {}, {}
+  local function add(form, text)
+    items[#items + 1] = ("2 %s title %s"):format(form, quote(text))
+    texts[#texts + 1] = text
+  end
   if p.is_small then
-    items[1] = ("2 with lines lw 1 lc rgb \"%s\" title 'the others'"):format(OTHERS)
+    add(("with lines lw 1 lc rgb \"%s\""):format(OTHERS), "the others")
   end
   for i, name in ipairs(p.names) do
     local has_level = multiples.is_level(p, p.panels[1], p.panels[1].series[name])
     if not p.is_small or has_level or p.style[name] == "limit" then
-      items[#items + 1] = ("2 with %s ls %d%s title %s"):format(find_form(p, name), i,
-        has_level and " dt 2" or "", quote(name))
+      add(("with %s ls %d%s"):format(find_form(p, name), i, has_level and " dt 2" or ""),
+        name)
     end
   end
-  for _, note in ipairs(p.notes or {}) do
-    items[#items + 1] = ("2 %s title %s"):format(CIRCLE, quote(note))
-  end
-  return items
+  for _, note in ipairs(p.notes or {}) do add(CIRCLE, note) end
+  return items, gnuplot.longest(texts)
 end
 
 --- Writes tics, without their texts unless is_written.
@@ -280,7 +283,7 @@ local function add_texts(out, p, panel, axis, is_first, is_lowest)
   out[#out + 1] = "set title " .. quote(panel.title or "")
   if p.is_small then
     out[#out + 1] = panel.heading and ("set label 5 %s at graph 0.5, graph %.3f center")
-      :format(quote(panel.heading), 1 + 38 / multiples.PANEL.height) or "unset label 5"
+      :format(quote(panel.heading), 1 + 34 / multiples.PANEL.height) or "unset label 5"
     out[#out + 1] = ("set xtics %s\nset ytics %s"):format(
       write_tics(axis.xtics, is_lowest), write_tics(axis.ytics, is_first))
   else
@@ -296,9 +299,9 @@ end
 function M.script(p, format)
   p = multiples.of(p)
   local size = p.is_small and multiples.PANEL or #p.panels == 1 and ONLY_PANEL or PANEL
-  local axes, keys = {}, legend_items(p)
+  local axes, keys, letters = {}, legend_items(p)
   local axis = add_axes(axes, p, size.width / LETTER)
-  local layout = p.is_small and multiples.layout(p, axis.letters_y, #keys)
+  local layout = p.is_small and multiples.layout(p, axis.letters_y, #keys, letters)
     or make_layout(p, size, axis.letters_y)
   local out = gnuplot.begin(format or "svg", layout.width, layout.height, p.title)
   add_styles(out, p)

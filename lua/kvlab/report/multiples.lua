@@ -6,7 +6,8 @@ local M = {}
 
 local SERIES_MAX = 8 -- with a legend
 M.PANEL = { width = 168, height = 110 } -- in pixels, as the room around each panel
-local ROOM = { between = 18, top = 30, bottom = 12, heading = 24, left = 72, below = 66 }
+local ROOM = { between = 18, top = 24, bottom = 26, heading = 24, left = 72, below = 52 }
+local KEY = 64 -- pixels of a line in the legend
 
 --- Whether a series has a single point while another series (not a limit) has more. The
 -- series is then drawn as a level line.
@@ -45,6 +46,14 @@ local function columns_for(n)
   return best
 end
 
+--- Columns for n series in each of k panels: k, or as many times k as keep the picture
+-- from being far taller than wide.
+local function columns_beside(n, k)
+  local columns = k
+  while n * k / columns > 2.5 * columns and columns + k <= 8 do columns = columns + k end
+  return columns
+end
+
 --- Returns the plot itself if it has at most eight series, and else one with a panel for
 -- each series in each panel of p.
 ---@param p kvlab.plot
@@ -53,13 +62,15 @@ function M.of(p)
   local focused = lines_of(p)
   if #focused <= SERIES_MAX then return p end
   local small, only = { is_small = true, panels = {} }, not p.panels[2] and p.panels[1]
-  small.columns = only and columns_for(#focused) or #p.panels
+  small.columns = only and columns_for(#focused)
+    or columns_beside(#focused, #p.panels)
   if only and only.title then small.title = p.title .. ", " .. only.title end
-  for _, name in ipairs(focused) do
+  for i, name in ipairs(focused) do
+    local is_first = not only and i * #p.panels <= small.columns
     for _, panel in ipairs(p.panels) do
       small.panels[#small.panels + 1] = { focus = name, series = panel.series,
         title = name,
-        heading = not only and name == focused[1] and panel.title or nil }
+        heading = is_first and panel.title or nil }
     end
   end
   return setmetatable(small, { __index = p })
@@ -70,8 +81,9 @@ end
 ---@param p kvlab.plot        as M.of returns it
 ---@param letters_y integer  of the longest number along y
 ---@param keys integer       of the legend
+---@param letters integer    of its longest text
 ---@return table
-function M.layout(p, letters_y, keys)
+function M.layout(p, letters_y, keys, letters)
   local across = M.PANEL.width + ROOM.between
   local down = ROOM.top + M.PANEL.height + ROOM.bottom
   local left = ROOM.left + gnuplot.LETTER * math.max(letters_y - 4, 0)
@@ -81,7 +93,9 @@ function M.layout(p, letters_y, keys)
     columns = p.columns, left = left, across = across, down = down,
     top = top + ROOM.top,
     legend = { left = left - 10, top = bottom - 6 },
-    width = left + p.columns * across, height = bottom + keys * gnuplot.LEGEND_LINE,
+    width = math.ceil(math.max(left + p.columns * across,
+      left + KEY + gnuplot.LETTER * letters)),
+    height = bottom + keys * gnuplot.LEGEND_LINE,
     middle = { x = left + (p.columns * across - ROOM.between) / 2,
                y = (top + bottom - ROOM.below) / 2, bottom = bottom - 22 },
   }
@@ -99,7 +113,7 @@ function M.add_labels(out, p, l)
   label(3, p.xlabel, l.middle.x, l.middle.bottom)
   label(4, p.ylabel, 20, l.middle.y, " rotate")
   out[#out + 1] = "set tics font \"sans-serif,11\"\nset title font \"sans-serif,12\""
-    .. "\nunset grid"
+    .. " offset 0,-0.8\nunset grid"
 end
 
 return M

@@ -114,13 +114,16 @@ describe("plot", function()
     assert.falsy(lines.script(many(8, { where = { context = 512 } })):find "others")
   end)
 
-  it("writes no text of small multiples over another", function()
+  it("writes no text of small multiples over another or outside", function()
     if not is_installed() then return pending "gnuplot is not installed" end
     for _, opts in ipairs { { where = { context = 512 } }, { panel = "context" } } do
       local boxes = {}
       local p = many(19, opts)
+      p.notes = { ("a note "):rep(9) }
       p.xlabel, p.ylabel, p.title = "share of the bytes", "accuracy", "Recall"
       local svg = assert(plot.svg(p))
+      local width_all, height_all = svg:match "viewBox=\"0 0 (%d+) (%d+)\""
+      assert.is_true(height_all / width_all < 2.3)
       for x, y, turn, size, anchor, text in svg:gmatch("translate%(([%d.]+),([%d.]+)%)"
         .. "([^\"]*)\" stroke[^>]-font%-size=\"([%d.]+)\"%s+text%-anchor=\"(%l+)\">%s*"
         .. "<text>([^<]*)<") do
@@ -128,6 +131,7 @@ describe("plot", function()
           local width = #text * size * 0.5
           x = x - (anchor == "middle" and width / 2 or anchor == "end" and width or 0)
           local box = { x, y - size * 0.7, x + width, tonumber(y), text }
+          assert.is_true(0 <= box[1] and box[3] <= tonumber(width_all), text)
           for _, b in ipairs(boxes) do
             assert.is_true(box[1] > b[3] or b[1] > box[3] or box[2] > b[4]
               or b[2] > box[4], text .. " is over " .. b[5])
