@@ -322,7 +322,8 @@ function M.script(p, format)
   return table.concat(out, "\n")
 end
 
---- A script that draws with characters, one panel below the other.
+--- A script that draws with characters, one panel below the other. A panel has more lines
+-- if its legend needs them: a second column of keys would leave the plot no room.
 ---@param p kvlab.plot
 ---@param columns integer
 ---@param lines integer
@@ -330,8 +331,9 @@ end
 function M.text_script(p, columns, lines)
   local out = {
     "set encoding utf8",
-    ("set terminal dumb size %d,%d noenhanced mono"):format(columns, lines),
-    "set key outside right top", "set tics nomirror",
+    ("set terminal dumb size %d,%d noenhanced mono"):format(columns,
+      math.max(lines, #p.names + 7)),
+    "set key outside right top maxcols 1", "set tics nomirror",
     "set xlabel " .. quote(p.xlabel or ""), "set ylabel " .. quote(p.ylabel or ""),
   }
   local axis = add_axes(out, p, columns - 30)

@@ -93,6 +93,13 @@ describe("plot", function()
     return plot.lines(make_rows(names), view)
   end
 
+  it("of characters has room for the plot beside the keys of many series", function()
+    if not is_installed() then return pending "gnuplot is not installed" end
+    local text = assert(plot.text(many(25, { where = { context = 512 } })))
+    assert.matches("\n +%+%-%-%-%-%-%-%-%-%-%-%-%-%-%-%-%-%-%-%-%-[-]+%+", text)
+    for i = 1, 25 do assert.matches((" policy_%02d "):format(i), text) end
+  end)
+
   it("has a small panel for each of nine series, and the others grey in it", function()
     local p = many(9, { where = { context = 512 }, front = true, xlabel = "share" })
     local script = lines.script(p)
