@@ -52,6 +52,8 @@ local CASES = { -- words after ./kvlab, words of the answer
   { "serve nothere", "or a name that ./kvlab get fetches: smollm2" },
   { "serve ./no.gguf", "kvlab: ./no.gguf: No such file or directory. A model is a " },
   { "sweep status none", "none has no shards" },
+  { "sweep submit 01_recal", "no such script: 01_recal; did you mean 01_recall?" },
+  { "sweep submit 01_recall", "submit needs --slurm" },
 }
 
 describe("a wrong command #release", function()

@@ -302,7 +302,7 @@ local sweep = {}
 
 function sweep.submit()
   local script = options.args[1] or misuse("submit needs a script: %s", SWEEP)
-  if not locate(script) then misuse("no such script: %s", script) end
+  locate_script(script) -- says that there is none
   if not options.slurm then
     misuse("submit needs --slurm, or --slurm='OPTIONS OF SBATCH'; to compute here, use"
       .. " kvlab run SCRIPT --jobs=N")
