@@ -78,8 +78,8 @@ describe("the source of an expression #release", function()
       assert.equal(words, (why:gsub("^[^:]*:%d+: ", "")))
     end
     refused('source: target is "ptx", expected one of c, cuda, lua', e.k, "ptx")
-    refused("source: score: there is no field lo in the summary, and no summary; did you "
-      .. "mean e.k?", (e.q * e.lo):sum("dim", "head"), "c")
+    refused("source: score: there is no field lo in the summary, and no summary",
+      (e.q * e.lo):sum("dim", "head"), "c")
     refused("source: score: sum_dim(q) has dimensions [head], expected none: reduce it "
       .. "over head", e.q:sum "dim", "c")
     refused("source: sizes.bit is 0.5, expected a whole number >= 1", e.k, "c",
