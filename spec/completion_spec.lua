@@ -62,6 +62,8 @@ describe("completion", function()
       { "kvlab run 01_recall --set po", "policy=" },
       { "kvlab run --quick 01_recall --set=re", "reuse_layers= reuse_steps= repeats=" },
       { "kvlab run 01_recall --set context=512,1", "512,1024" },
+      { "kvlab run 01_recall --set format=f8", "f8e4m3 f8_latent" },
+      { "kvlab run 01_recall --set prompts=", "" },
       { "kvlab run --set task=needle_m", "" },
       { "kvlab sweep submit 18_text_budget --set task=needle_multik", "needle_multikey" },
       { "kvlab run first --set ", "" }, { "kvlab time quest --set fl", "flush_mib=" },

@@ -13,16 +13,21 @@ names_in() {
 }
 
 # settings_of SCRIPT TEXT: what TEXT after --set may become: the names of the script's axes and
-# settings, or the values of an axis, as the help of the script lists them.
+# settings, or the values of one of them, as far as the help of the script lists them.
 settings_of() {
   program=$root/build/bin/release/kvlab
   [ -z "$is_bundle" ] || program=$root/bin/kvlab
   "$program" run "$1" --help --device=cpu 2>/dev/null | awk -v text="$2" '
     /^(axes|settings):/ { section = $1; next }
     /^[^ ]|^$/ { section = "" }
-    section && /^  [^ ]/ { name = $1; $1 = ""; if (text !~ /=/) print name "=" }
-    section == "axes:" && index(text, name "=") == 1 {
-      gsub(/[ ,]+/, " ")
+    section && /^  [^ ]/ {
+      name = $1
+      $1 = ""
+      if (text !~ /=/) print name "="
+      is_list = section == "axes:" || sub(/.*\(one of/, "")
+    }
+    section && is_list && index(text, name "=") == 1 {
+      gsub(/[ ,)]+/, " ")
       n = split($0, values, " ")
       match(text, /.*[,=]/)
       for (i = 1; i <= n; i++) print substr(text, 1, RLENGTH) values[i]

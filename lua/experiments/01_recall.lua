@@ -48,9 +48,10 @@ local kv = require "kvlab"
 local exam = require "models.recall.exam"
 local options = require "kvlab.options"
 
--- Settings that some policies do not use, and are checked for all.
-local SETTINGS = { unit = options.one_of("ratio", "tokens", "blocks"),
-  tables = options.one_of("one", "layer", "head"),
+local exams = exam.OPTIONS
+local KINDS = { unit = options.one_of("ratio", "tokens", "blocks"),
+  memory = options.one_of("resident", "ring", "hot"), question = exams.question,
+  format = exams.format, model = exams.model, tables = exams.tables,
   granularity = options.one_of("block", "token"),
   index = options.one_of("key", "random", "model"), index_pool = options.count,
   reuse_steps = options.count, reuse_layers = options.count }
@@ -59,8 +60,7 @@ local SETTINGS = { unit = options.one_of("ratio", "tokens", "blocks"),
 local function offload_of(memory, slots)
   if memory == "resident" then return nil end
   if memory == "ring" then return { slots = 4 } end
-  if memory == "hot" then return { slots = 4, hot_slots = slots } end
-  error(("memory is %s, expected resident, ring or hot"):format(tostring(memory)), 0)
+  return { slots = 4, hot_slots = slots }
 end
 
 --- Returns the options of exam.open.
@@ -88,15 +88,7 @@ local function policy_of(config)
   return kv.policy(config.policy, given)
 end
 
-local function check(config)
-  for name, kind in pairs(SETTINGS) do
-    local value = config[name]
-    if not kind[2](value) then
-      error(("%s %s"):format(name, options.problem(value, kind)), 0)
-    end
-  end
-  exam.check(exam_of(config), policy_of(config))
-end
+local function check(config) exam.check(exam_of(config), policy_of(config)) end
 
 local function run(config)
   local policy = policy_of(config)
@@ -126,6 +118,7 @@ kv.experiment.run {
                split = "even", tables = "head", model = "recall",
                granularity = "block", index = "key", index_pool = 1, reuse_steps = 1,
                reuse_layers = 1 },
+  kinds = KINDS,
   quick = { context = { 512, 1024 }, prompts = 2 },
   proportions = { accuracy = "questions", "attention_mass", "bytes_share",
                   "held_share" },

@@ -6,6 +6,7 @@
 --     grid = { {"context", {512, 4096}}, {"policy", {"quest", "random"}},
 --              {"budget", {0.05, 0.1}} },            -- the last axis varies fastest
 --     defaults = { prompts = 8 },                    -- --set prompts=2 changes one
+--     kinds = { prompts = options.count },           -- what values may be, if not any
 --     quick = { context = {512}, prompts = 2 },      -- what --quick puts in their place
 --     when = function(config) return … end,          -- leaves combinations out
 --     check = function(config) … end,                -- raises for one that cannot run

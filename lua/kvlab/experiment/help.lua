@@ -60,9 +60,11 @@ function M.experiment(spec, plan)
     function(name) return grid.axis_of[name].values end, width)
   local settings = sorted.keys(grid.defaults)
   settings[#settings + 1] = not spec.deterministic and "repeats" or nil
-  write_section("settings: --set NAME=VALUE changes one", settings,
-    function(name) return name == "repeats" and plan.repeats or grid.defaults[name] end,
-    width)
+  write_section("settings: --set NAME=VALUE changes one", settings, function(name)
+    local value, kind = grid.defaults[name], (spec.kinds or {})[name]
+    if name == "repeats" then return plan.repeats end
+    return kind and ("%s (%s)"):format(tostring(value), kind[1]) or value
+  end, width)
   local quick = spec.quick or {}
   write_section("--quick puts these in their place", sorted.keys(quick),
     function(name) return quick[name] end, width)

@@ -31,6 +31,7 @@ function M.level(problem) return getmetatable(problem) == ByUser and 0 or 2 end
 local FIELDS = {
   name = options.required(options.string), title = options.string,
   grid = options.required(options.table), defaults = options.table,
+  kinds = options.table,
   repeats = options.number, deterministic = options.boolean,
   proportions = options.table, quick = options.table, when = options.fn,
   check = options.fn,
@@ -255,6 +256,19 @@ local function take_shard(configs, shard)
   return mine
 end
 
+--- Raises for a value of an axis or a default that is not of its kind.
+---@param kinds table<string, kvlab.OptionKind>
+local function check_kinds(kinds, grid)
+  for _, name in ipairs(sorted.keys(kinds)) do
+    local axis = grid.axis_of[name]
+    for _, value in ipairs(axis and axis.values or { grid.defaults[name] }) do
+      if not kinds[name][2](value) then
+        fail("%s %s", name, options.problem(value, kinds[name]))
+      end
+    end
+  end
+end
+
 --- Raises for the first configuration that the experiment refuses, before any has run.
 local function check_configs(check, plan)
   for _, config in ipairs(check and plan.configs or {}) do
@@ -301,6 +315,7 @@ function M.new(spec, given)
   local grid = grids.new(spec.grid, spec.defaults)
   grid.metrics = spec.metrics or {}
   local repeats, fresh, keeps_stale = apply_options(spec, grid, given)
+  by_user(check_kinds, spec.kinds or {}, grid)
   local root = given.out
     or "results/" .. spec.name .. (given.quick and "-quick" or "")
   if given.over then by_user(costs.check, given.over, spec.name, grid.metrics) end

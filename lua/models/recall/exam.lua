@@ -48,7 +48,8 @@ local function in_groups(queries, hops)
   return groups
 end
 
-local OPTIONS = {
+--- The options of an exam.
+M.OPTIONS = {
   context = options.required(options.count), prompts = options.required(options.count),
   needles = options.required(options.count),
   block_size = options.required(options.count), seed = options.any_integer,
@@ -71,7 +72,7 @@ end
 ---@param o table  see open
 ---@param policy? table
 function M.check(o, policy)
-  o = options.check("exam.check", o, OPTIONS)
+  o = options.check("exam.check", o, M.OPTIONS)
   prompts.check(o.context, o.needles)
   if not policy or (o.model or "recall") == "recall" then return end
   local engine = model_of(o):engine { policy = policy, blocks = 1, chunk = 1,
@@ -95,7 +96,7 @@ end
 --                 ("one", bf16)
 ---@return models.recall.Exam
 function M.open(o)
-  o = options.check("exam.open", o, OPTIONS)
+  o = options.check("exam.open", o, M.OPTIONS)
   local in_turn = o.question == "chain" or o.question == "sum"
   local hops = in_turn and (o.hops or 4) or 1
   if o.hops and not in_turn then

@@ -15,7 +15,8 @@ local kv = require "kvlab"
 kv.experiment.run {
   name = "asks", title = "How many?", metrics = { "n" },
   grid = { { "of", { "a", "b" } }, { "size", { 1, 2, 3 } } },
-  defaults = { prompts = 8 }, quick = { size = { 1 } },
+  defaults = { prompts = 8, form = "x" }, quick = { size = { 1 } },
+  kinds = { form = require("kvlab.options").one_of("x", "y") },
   run = function() error "a row was computed" end,
 }]])
     scratch:write("plain.lua", "--- Prints a line.\nprint 'it ran' -- experiment.run")
@@ -43,6 +44,7 @@ axes: --set NAME=VALUE,VALUE runs only these values
   size     1, 2, 3
 
 settings: --set NAME=VALUE changes one
+  form     x (one of x, y)
   prompts  8
   repeats  1
 
@@ -62,6 +64,11 @@ The options of every script: kvlab help run
     local answer = help "asks.lua --quick --set of=b --help"
     assert.matches("\n  of       b\n  size     1\n", answer)
     assert.matches("\n1 rows in results/asks%-quick\n", answer)
+  end)
+
+  it("says what a setting may be, and so does a run", function()
+    assert.equal('kvlab: form is "z", expected one of x, y\n',
+      help("asks.lua --set form=z", 1))
   end)
 
   it("does not run a script that is no experiment, and says that it is none", function()
