@@ -120,8 +120,8 @@ static inline KVL_HOT void unpack_row(const struct kvl_strips *of, const char *r
              KVL_DTYPE_F32);
 }
 
-/* The scale of numbers that share one: their largest magnitude / most, or NaN if one of them
- * is NaN or infinite. */
+/* The scale of a group of numbers: their largest magnitude divided by `most`, or NaN if one of
+ * them is NaN or infinite. */
 static inline float group_scale(const float *x, int n, float most) {
   float largest = 0, other = 0;
   for (int i = 0; i < n; i++) {

@@ -3,8 +3,8 @@
  *   src, dst  f32 f16 bf16 f8e4m3  [blocks, 2, kv_heads, block_size, head_dim]   one dtype
  *   from, to  i32                  [seqs, lanes, n]   lanes: 1 for whole blocks, or
  *                                  kv_heads, and lane g is head g
- *   rows      1, or the tokens of a block. Then tokens move instead of blocks: number block *
- *             rows + offset of either side
+ *   rows      1, or the tokens of a block. With 1, from and to name blocks. Otherwise they name
+ *             single tokens, by block * rows + the token's number in the block
  *   moved     i64                  [1]   the bytes copied are added to it; optional
  * An entry that is out of range (-1) on either side is skipped. Limit: read plus write
  * bandwidth. */

@@ -394,9 +394,10 @@ template <class T, class shape, int HALF> struct latent_many {
   }
 };
 
-/* A consumer of few rows, up to 16 or 32 heads of one token: half of the numbers of a key,
- * then half of the numbers of a value. A column of the scores is a row of q; LANES
- * neighbouring threads of both consumers share a column, with EACH keys each. */
+/* A consumer for few rows, up to 16 or 32 heads of one token. It multiplies with half of the
+ * numbers of each key, and then with half of the numbers of each value. The scores have a
+ * column for each row of q, and the threads of both consumers divide them: LANES neighbouring
+ * threads share a column, and each of them takes EACH keys. */
 template <class T, class shape> struct latent_few {
   static constexpr int N = shape::ROWS, BOTH = 2 * WARPGROUP, LANES = BOTH / N;
   static constexpr int EACH = shape::KEYS / LANES, COLUMN = shape::COLUMN;
@@ -426,7 +427,8 @@ template <class T, class shape> struct latent_few {
   __device__ __forceinline__ int place(int i) const {
     return (i / 4 * 8 + pair + i % 2) * COLUMN + warp * 16 + lane / 4 + i / 2 % 2 * 8;
   }
-  /* Leaves the products with half of the numbers in shared memory. */
+  /* Multiplies with half of the numbers of each key, and leaves the products in shared
+   * memory. */
   __device__ __forceinline__ void scores(uint32_t keys) {
     float s[N / 2];
     const uint64_t q = matrix_at(memory.q(), 1024);

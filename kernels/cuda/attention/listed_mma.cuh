@@ -190,8 +190,8 @@ template <class shape> struct listed_copies {
 #pragma unroll
     for (int h = 0; h < shape::WORDS; h++) seen[h] = y.at[h];
   }
-  /* Rows of packed numbers begin at any multiple of 16 bytes, so half of the 128 or 256
-   * bytes that the L2 would fetch belong to other rows. */
+  /* A row of packed numbers may begin at any multiple of 16 bytes. If the L2 fetched the 128
+   * or 256 bytes around it, half of them would belong to other rows; so it does not. */
   static __device__ __forceinline__ void copy(uint32_t to, const char *from, bool valid) {
     if constexpr (PACKS) copy_async_alone(to, from, valid);
     else copy_async(to, from, valid);

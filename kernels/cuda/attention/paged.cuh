@@ -329,8 +329,9 @@ __device__ __forceinline__ void load_fragment(uint32_t (&x)[4], const T *q0, con
  * (transposed) a lane gets two dims of two keys, and the columns of a piece's two mma are its
  * even dims and its odd dims. */
 
-/* Four int8 plus RAISED each as f16: bytes 0, 1 and bytes 2, 3; or, with ALTERNATE, bytes 0, 2
- * and bytes 1, 3. Exact: a byte behind 0x64 is the f16 1024 + byte. */
+/* Adds RAISED to each of four int8, and returns the sums as f16: those of bytes 0, 1 and those
+ * of bytes 2, 3; or, with ALTERNATE, of bytes 0, 2 and of bytes 1, 3. They are exact, because
+ * the f16 with the high byte 0x64 is 1024 + its low byte. */
 constexpr int RAISED = 1024 + 128;
 template <class C, bool ALTERNATE = false>
 __device__ __forceinline__ uint2 raised_bytes(uint32_t x) {

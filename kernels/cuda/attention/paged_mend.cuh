@@ -64,7 +64,8 @@ __device__ __forceinline__ void key_numbers(const kvl_pages &c, const paged_row 
   }
 }
 
-/* Is V of a key that the row does not see, and that may share a tile with it, not finite? */
+/* Whether V has NaN or infinity at a key that the row does not see, but that may be in a tile
+ * with keys that it sees. */
 template <class C>
 __device__ bool hides_poison(const kvl_paged_attention_args &a, const mend_row &r) {
   const int reach = MEND_REACH + a.cache.block_size;

@@ -103,7 +103,7 @@ template <int D_, class C_ = void, wgmma_kind KIND = WGMMA_MANY> struct wgmma_sh
     const int share = group / SHARE_GROUPS;
     return (2 * share + 1) * (SHARE_BYTES / 2) + group % SHARE_GROUPS * CAME_GROUP_BYTES;
   }
-  /* bf16 scales of a packed key, of eight keys and of a tile. */
+  /* bf16 scales: how many a packed key has, and the bytes of eight keys' and of a tile's. */
   static constexpr int SCALES = PACKED ? (D + PACKED_GROUP - 1) / PACKED_GROUP : 0;
   static constexpr int SCALES_GROUP_BYTES = 16 * SCALES;
   static constexpr int SCALES_BYTES = GROUPS * SCALES_GROUP_BYTES;

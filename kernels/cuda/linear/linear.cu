@@ -80,8 +80,8 @@ int launch_finish(const kvl_linear_args &g, const void *y, int64_t first, int64_
 /* ---- one op after the other ----------------------------------------------------------- */
 
 /* The workspace of a panel: h, the normalised rows, and y, where a kernel finishes the product.
- * Few rows are one product, however many parts it has. Of many rows each part is a product of
- * its own, since writing y and reading it again would cost more than a launch. */
+ * Few rows take one product for all parts. With many rows, each part has a product of its own,
+ * since writing y and reading it again would cost more than a launch. */
 struct panel {
   kvl_matmul_args product = {};
   size_t bytes_h, bytes_y;

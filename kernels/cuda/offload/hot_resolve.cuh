@@ -344,8 +344,8 @@ __device__ __forceinline__ void fill_slots(const head &h, int filled, bool is_ah
   }
 }
 
-/* Puts entry e, of the row of entries row ... row + n, into the list of its set. Pads the end
- * of the list with -1. */
+/* Puts entry e into the row's list for this set, if the set has it. The entries of the row are
+ * row ... row + h.n - 1. Pads the end of the list with -1. */
 __device__ __forceinline__ void part(const head &h, int set, int e, int row, int64_t at,
                                      int32_t logical, int32_t slot, int32_t *logicals,
                                      int32_t *slots) {

@@ -42,12 +42,13 @@ __device__ __forceinline__ uint32_t both_counts(const run_bits &x) { /* 16 bits 
   return (uint32_t)__popc(x.nearer) | (uint32_t)__popc(x.equal) << 16;
 }
 
-/* The edge of a list: its nearest entries end at this distance, and include `ties` entries
- * at the distance itself. */
+/* The edge of a list: the distance of the farthest entry that is taken. All nearer entries are
+ * taken, and `ties` of the entries at this distance. */
 struct list_edge {
   uint32_t distance, ties;
 };
-/* How many entries before an index of the list are nearer than the edge, or at the edge. */
+/* Counts of the entries that come before some index of the list: how many are nearer than the
+ * edge, and how many are at its distance. */
 struct list_before {
   uint32_t nearer, equal;
   __device__ __forceinline__ uint32_t place(const list_edge &edge) const {

@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
     if (lane == 0) known[stage] = mask;
     /* Unknown blocks are not read; a tile of tokens has one block for all lanes. */
     if (KIND == SCORE_TILES ? mask == 0 : !valid) physical = 0;
-    int token = 0; /* the token in its block of the tile's, or the item's, first row */
+    int token = 0; /* of the tile's first row, or of the item; counted within its block */
     if constexpr (KIND == SCORE_TILES) token = tile * ITEMS - block_of(tile) * block_size;
     if constexpr (KIND == SCORE_MAX_QK) token = item - block_of(tile) * block_size;
 #pragma unroll
@@ -426,7 +426,7 @@ __global__ void __launch_bounds__(256)
                                                                              : joined / group;
 }
 
-/* each: blocks that a thread block takes; 0 lets this function choose. */
+/* each: how many blocks a thread block takes; with 0, this function chooses. */
 template <class T, int D, score_kind KIND>
 int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int64_t each = 0) {
   using shape = score_shape<T, D, KIND>;

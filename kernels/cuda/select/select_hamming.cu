@@ -48,7 +48,7 @@ template <class FORM> struct tile_of {
   static constexpr int BATCH = FORM::IS_TOKEN ? 1 : 4;
   static constexpr int STEP = SELECT_THREADS / FORM::READERS, BLOCKS = BATCH * STEP;
 };
-/* The type of a distance. Its greatest number marks a block that cannot be chosen. */
+/* The type of a distance. Its largest value marks a block that cannot be chosen. */
 template <class FORM>
 using distance_of = std::conditional_t<FORM::WORDS == 0, uint16_t, uint8_t>;
 

@@ -2,13 +2,13 @@
  *
  * Kernels   listed_mma.cuh   16-bit q: tensor cores, asynchronous copies; listed_products.cuh
  *                            multiplies tiles, listed_packed.cuh knows the scales of int8
- *           listed_f32.cuh   f32 q, more rows than 32 bits number, or rows of more than 256
- *                            bytes where tiles are small
+ *           listed_f32.cuh   f32 q, more rows than a 32-bit index can count, or rows of more
+ *                            than 256 bytes where tiles are small
  *           listed.cuh       the source of keys, and what joins the parts of a list
  * Bytes     2 max_selected head_dim element per token and KV head, once for all heads of the
- *           group, and of int8 the scales, head_dim / 32 bytes of each row, which may take 32
- *           of memory; limit: memory for a few tokens; L2 for tokens of a prompt, which
- *           share keys
+ *           group. int8 also reads the scales, head_dim / 32 bytes of each row, for which
+ *           memory may transfer 32 bytes. Limit: memory for a few tokens; L2 for tokens of a
+ *           prompt, which share keys
  * Tolerance as paged_attention.cu
  * Best      32/8 heads, head_dim 128, lists of 2048, a table for each row, L2 flushed. H200,
  *           2026-11-26: bf16 1, 16 and 64 rows 11.8, 38.2 and 119 us, f8e4m3 16 and 64 rows 26.2
