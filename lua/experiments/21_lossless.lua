@@ -70,7 +70,8 @@ local function share_of(some, all)
   return share, low and math.max(0, low), high and math.min(1, high)
 end
 
---- Adds what was accepted of the drafts of each answer.
+--- Adds to the metrics m the shares of drafted tokens that were accepted, with intervals.
+-- each: the counts of each answer.
 local function with_shares(m, each)
   local right, tried, firsts, drafts = {}, {}, {}, {}
   for i, d in ipairs(each) do

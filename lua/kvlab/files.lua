@@ -91,7 +91,7 @@ function M.write_pieces(path, pieces)
   fail(path, why)
 end
 
---- Adds a text to the end of a file. Raises where not all of it can be written.
+--- Adds a text to the end of a file. Raises if not all of it can be written.
 ---@param path string
 ---@param text string
 function M.append(path, text)

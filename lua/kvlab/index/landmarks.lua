@@ -397,7 +397,8 @@ local function new_edit(size, sink, recent, has_newest)
   end
 end
 
---- The tokens of groups, i32 [rows, n], that each of the rows sees: i32 [rows, n * pool].
+--- Replaces each group of groups, i32 [rows, n], by its tokens: i32 [rows, n * pool]. A
+-- token that the row does not see becomes -1.
 local function tokens_of(self, groups, lens, out)
   local rows, n, pool = groups:size(0), groups:size(1), self.pool
   local tokens = (groups:reshape { rows, n, 1 } * pool

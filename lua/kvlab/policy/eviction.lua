@@ -24,9 +24,10 @@
 -- runtime keeps the priority itself and nothing is computed; otherwise a kernel computes
 -- the priorities of all blocks before each step's evictions.
 --
--- Only decode steps count, and not those of a draft. A step that fails may have counted.
--- If it is undone, the hot cache begins again without blocks, so their uses and ages are
--- lost, too. Scores that this step gave stay until the next step gives others.
+-- Only decode steps are counted, and not those of a draft. A step that fails may have
+-- been counted. If a step is undone, the hot cache starts again without blocks, so uses
+-- and ages are lost, too. Scores that the undone step gave stay until the next step gives
+-- others.
 local arguments = require "kvlab.arguments"
 local constructor = require "kvlab.constructor"
 local evictions = require "kvlab.memory.evictions"
@@ -64,7 +65,8 @@ local CALLS = {
   function(fn, owner, ctx, t, out) fn(owner, ctx, t[1], t[2], t[3], t[4], out) end,
 }
 
---- Views of values [layers, kv_heads, blocks] by layer; as_rows: [1, kv_heads, blocks].
+--- A view of each layer of values [layers, kv_heads, blocks]; as_rows: each is
+-- [1, kv_heads, blocks].
 local function by_layer(values, as_rows)
   local views = {}
   for layer = 0, values:size(0) - 1 do

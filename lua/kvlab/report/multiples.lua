@@ -23,7 +23,7 @@ function M.is_level(p, panel, points)
   return points and #points == 1 and longest > 1
 end
 
---- The series that are no limits and that have several points in some panel.
+--- The series that are not limits and that, in at least one panel, are not a level line.
 local function lines_of(p)
   local list = {}
   for _, name in ipairs(p.names) do

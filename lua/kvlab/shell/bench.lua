@@ -54,8 +54,9 @@ function Bench:settle(fn)
   until clock_us() - start >= self.settle_us
 end
 
---- Calls fn so many times at once. Returns how many microseconds a call takes on the
--- device and how many on the host: medians. warm: leave the caches as they are.
+--- Calls fn `repeats` times, without a warm-up. Returns the median of the microseconds
+-- that a call takes on the device, and the median of those that it takes on the host.
+-- warm: do not flush the caches before each call.
 function Bench:sample(fn, repeats, warm)
   local times, hosts = {}, {}
   local from, to = self.device:open_event(), self.device:open_event()
@@ -74,7 +75,7 @@ function Bench:sample(fn, repeats, warm)
   return median(times), median(hosts)
 end
 
---- Like sample, of at least 30 calls, after fn has run untimed until clocks and memory
+--- Like sample, but with at least 30 calls. First runs fn untimed until clocks and memory
 -- have settled.
 function Bench:time(fn, repeats, warm)
   self:settle(warm and fn or function()

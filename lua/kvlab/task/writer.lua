@@ -115,8 +115,8 @@ function Writer:word(i)
   return quality .. "-" .. self.things[at]
 end
 
---- The first n sentences of the seed: of the given text from a random place on, around
--- its end; without one, made-up sentences.
+--- The first n sentences of the seed's noise. They are sentences of the given text, from
+-- a random one on; after the last one follows the first. Without a text they are made up.
 ---@param n integer
 ---@return string[]
 function Writer:noise(n)
@@ -134,8 +134,8 @@ function Writer:noise(n)
   return list
 end
 
---- The first n sentences of the seed with others among them: inserts[i] stands behind the
--- share depths[i] of the sentences. Inserts of the same place keep their order.
+--- The first n sentences of the seed's noise with others inserted: inserts[i] comes after
+-- the share depths[i] of the sentences. Inserts at the same depth keep their order.
 ---@param n integer
 ---@param inserts string[]
 ---@param depths number[]  from 0 to 1, one for each insert

@@ -295,7 +295,7 @@ end
 
 local function null_as_nil(x) if x ~= json.null then return x end end
 
---- Adds to a tokenizer what a file says.
+--- Sets up a tokenizer as a tokenizer.json describes it.
 ---@param self table   of kvlab.text.tokenizer
 ---@param file table   a tokenizer.json
 ---@param scores? table<integer, number>  of each token, in place of merges

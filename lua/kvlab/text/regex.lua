@@ -248,7 +248,7 @@ function Regex:find(subject, length, from)
   return tonumber(self.range[0]), tonumber(self.range[1])
 end
 
---- Whether the character that begins at `at`, from 1, of a valid text is of a class.
+--- Whether a class has the character that begins at byte `at` (from 1) of a valid text.
 ---@param class kvlab.text.Regex  that matches one character
 function M.is_of(class, text, at)
   if at > #text then return false end
@@ -256,7 +256,8 @@ function M.is_of(class, text, at)
   return class:find(character, #character, 0) == 0
 end
 
---- Where the character before `at` begins, in a valid text; 0 if there is none.
+--- The byte where the character before byte `at` begins, in a valid text; 0 if there is
+-- none.
 function M.before(text, at)
   repeat at = at - 1 until at < 1 or text:byte(at) < 0x80 or text:byte(at) >= 0xC0
   return at
@@ -288,8 +289,8 @@ end
 local empty
 local HIGH = scan.set "[\128-\255]"
 
---- The first byte of a text, from 0, that does not belong to a UTF-8 character; nil if
--- all do. Needs PCRE2.
+--- The offset (from 0) of the first byte that makes a text invalid UTF-8; nil if the text
+-- is valid. Needs PCRE2.
 ---@param text string
 ---@return integer|nil
 function M.invalid_at(text)

@@ -125,9 +125,9 @@ local function listed_kernel(dim, group, q, kv, last, mend, target)
       ("listed<%s, %s, %d, %d>"):format(CPP[q], CPP[kv], size, warps)) .. mend
 end
 
---- The header of the attention kernel of a shape, and the kernel with the hook. The rules
--- are those of launch_16bit and launch_f32_dim in paged_attention.cu, and of wgmma_takes
--- in wgmma_launch.cuh (kernels/cuda/attention).
+--- Chooses the attention kernel for a shape. Returns the name of its header, and the text
+-- of its instance with the hook. The rules are those of launch_16bit and launch_f32_dim
+-- in paged_attention.cu, and of wgmma_takes in wgmma_launch.cuh (kernels/cuda/attention).
 local function attention_kernel(plan, target)
   local dim, group, q, kv = plan.sizes.dim, plan.sizes.head, plan.q_dtype, plan.codec
   local is_packed, is_f8 = pages.CODECS[kv].packs, kv == "f8e4m3"

@@ -32,8 +32,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 }
 ]]
 
---- The start of every block that a team scores in one iteration. Blocks that were looked
--- up before it are in found_U.
+--- The first lines for block u of those that a team scores in one iteration. They expect
+-- its entry of the block table in the variable found_u, or in found if there is only one
+-- block.
 local function item_lines(self, u)
   local item, lines = self.items > 1 and "_" .. u or "", {}
   local function line(text) lines[#lines + 1] = (text:gsub("@", item)) end
