@@ -62,7 +62,7 @@ typedef struct kvl_format {
   const struct kvl_tensor *k_scale, *v_scale; /* f32 [kv_heads] of f8e4m3; NULL: 1 */
 } kvl_format;
 
-/* The strips of keys, or of values, within a page. */
+/* Where keys, or values, lie in a page: a strip of rows for each KV head, one row a token. */
 typedef struct kvl_strips {
   int64_t begin, bytes; /* from the page's start to the first strip; of one strip */
   int32_t bytes_row, dim;

@@ -1059,7 +1059,9 @@ int kvl_cut_selection(const kvl_cut *call);
  * blocks to the host, with an event offload-done for each layer. Source: the SparsePolicy
  * engine of a nano-vllm fork. */
 typedef struct kvl_ring kvl_ring;
-enum { KVL_RING_BUFFER = -1 }; /* instead of a slot: work on the buffer, for a trace */
+/* In place of a slot in kvl_ring_wait and kvl_ring_done: the work between the two is on the
+ * buffer. A trace shows it; nothing else happens. */
+enum { KVL_RING_BUFFER = -1 };
 
 /* Opens a ring over memory, pages of format [slots, blocks, ...], which the ring retains. It
  * reads no scales. Errors: INVALID, NO_MEMORY, DEVICE. */

@@ -127,8 +127,8 @@ static void skip_values(struct cursor *c, int kind, int64_t count) {
     if (p[i] > 1) fail(c, "a boolean that is neither 0 nor 1");
 }
 
-/* Reads a key and its value. Until the header is complete it may move, so that key and values
- * are then offsets. */
+/* Reads a key and its value. The header may still move until it is complete, so `key` and
+ * `values` hold offsets in place of pointers until then. */
 static void take_metadata(struct cursor *c) {
   kvl_gguf *f = c->f;
   kvl_gguf_metadata m = {.count = 1};

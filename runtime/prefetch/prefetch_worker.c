@@ -113,7 +113,7 @@ static int send(struct kvl__worker *w, char *from, char *to, size_t bytes) {
 
 /* ---- tasks ---------------------------------------------------------------------------- */
 
-/* Makes the task wait for the work that used the memory before it was submitted. */
+/* Makes the task wait for work on its memory that was submitted before the task was. */
 int kvl__worker_begin(struct kvl__worker *w, kvl_ticket *t) {
   kvl_device *dev = w->device;
   const kvl_backend *be = dev->backend;
