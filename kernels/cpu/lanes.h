@@ -20,7 +20,7 @@ static inline KVL_HOT vf vf_max_nan(vf a, vf b) {
 static inline KVL_HOT vf vf_min_nan(vf a, vf b) {
   return vf_pick((vi)(a < b) | (vi)(a != a), a, b);
 }
-/* Is any lane of a mask -1? */
+/* Whether any lane of a mask is -1. */
 static inline KVL_HOT int vi_any(vi mask) {
 #if defined(KVL_ISA_AVX512)
   return _mm512_movepi32_mask((__m512i)mask) != 0;

@@ -49,7 +49,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
              : "memory");
   } while (!done);
 }
-/* Is that phase over? Does not wait. */
+/* Whether the phase with this parity is over. Does not wait. */
 __device__ __forceinline__ bool barrier_passed(uint32_t barrier, uint32_t parity) {
   uint32_t done = 1;
   KVL_SM90("{\n"

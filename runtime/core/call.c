@@ -99,7 +99,7 @@ static void fail_mismatch(struct kvl__call *call, const char *name, int name_len
                  kvl__tensor_words(t, got, sizeof got), want_dtype, want_shape);
 }
 
-/* Is this the name of what an op writes? */
+/* Whether an op writes to the argument of this name. */
 static int is_result(const char *name, int length) {
   static const char *const names[] = {"out",     "dst",     "t",      "residual",
                                       "outs[0]", "outs[1]", "outs[2]"};

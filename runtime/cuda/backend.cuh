@@ -50,7 +50,7 @@ int code_launch(void *ctx, void *queue, void *code, const void *args, size_t siz
 int target(void *ctx, char *text, size_t size);
 
 /* graph.cu */
-/* Is work that goes to q now recorded in a graph? */
+/* Whether the work that is now submitted to q is recorded in a graph. */
 bool is_recorded(const device_ctx *d, const kvl_cuda_queue *q);
 int mark_open(void *ctx, void **out);
 void mark_close(void *ctx, void *handle);

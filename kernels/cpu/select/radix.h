@@ -22,8 +22,8 @@ static inline KVL_HOT uint32_t radix_key_at(const void *a, int64_t i, uint32_t f
 /* Descending keys from this one on are those of -inf and NaN, which are not eligible. */
 #define RADIX_NONE 0xFF800000u
 
-/* Is a key of a[i] ... a[i + VF - 1] within [low, high]? Keys are compared as signed numbers,
- * with their top bits flipped. */
+/* Whether the key of one of a[i] ... a[i + VF - 1] is within [low, high]. Keys are compared as
+ * signed numbers, with their top bits flipped. */
 static inline KVL_HOT int radix_any(const void *a, int64_t i, uint32_t flip, uint32_t low,
                                     uint32_t high, const int dtype) {
   vf x = vf_load(a, i, dtype == KVL_DTYPE_I32 ? KVL_DTYPE_F32 : dtype);

@@ -7,7 +7,7 @@
 
 namespace kvl {
 
-/* Are values the first numbers of keys? */
+/* Whether values are the first numbers of keys. */
 inline bool is_latent(const kvl_paged_attention_args &a) { return a.cache.value.begin == 0; }
 
 int launch_latent(const kvl_paged_attention_args &a, const kvl_cuda_queue *q);

@@ -41,8 +41,8 @@ template <int D, int MW, class C, tile_size TILES = TILES_HERE> struct listed_sh
   static constexpr int WARPS = 4, KW = WARPS / MW; /* warps along the keys */
   static constexpr int PACKED_KEYS = LONG ? (MW == 1 ? 64 : 32) : 32 * KW;
   static constexpr int KEYS = GROUPS > 0 ? PACKED_KEYS : IN_BYTES && (D <= 128) ? 128 : 64;
-  /* Is there one more warp, which only looks up keys? Then a quarter of an SM has three
-   * warps of two blocks, and a thread 168 registers. */
+  /* Whether there is one more warp, which only looks up keys. If so, a quarter of an SM has
+   * three warps of two blocks, and a thread has 168 registers. */
   static constexpr bool APART = MW == 1 ? D <= 128 : D <= 64 && !IN_BYTES;
   static constexpr int THREADS = (WARPS + APART) * WARP;
   static constexpr int KEYS_WARP = KEYS / KW, ROWS = 16 * MW;
@@ -164,7 +164,7 @@ template <class shape> struct listed_copies {
   const int side;
   const bool inside;
   uint32_t rows[COPIES], seen[shape::WORDS]; /* of the next tile to copy */
-  /* Is this information read while another tile is attended to? Then it takes more
+  /* Whether this information is read while another tile is attended to, which takes more
    * registers. */
   static constexpr bool EARLY = shape::APART && shape::NUMBERS == 8;
 

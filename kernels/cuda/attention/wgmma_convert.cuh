@@ -157,7 +157,7 @@ __device__ __forceinline__ void convert_quarter(const convert_place<shape> &mine
   }
 }
 
-/* Is a scale of this quarter large, or NaN? */
+/* Whether a scale in this warp's quarter of the tile is large, or NaN. */
 template <class shape> __device__ __forceinline__ bool has_large_scale(uint32_t scales) {
   constexpr int BYTES = shape::SHARE_GROUPS * shape::SCALES_GROUP_BYTES;
   bool large = false;

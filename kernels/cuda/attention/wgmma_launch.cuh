@@ -53,7 +53,8 @@ int map_cache(const kvl_pages &c, int groups, wgmma_maps *maps) {
 
 inline int common_divisor(int a, int b) { return b ? common_divisor(b, a % b) : a; }
 
-/* Is the cache copied in boxes of eight tokens and more? Otherwise row by row. */
+/* Whether TMA copies the cache in boxes of eight tokens or more. Otherwise it is copied row by
+ * row. */
 inline bool wgmma_boxes(const kvl_pages &c) {
   return c.block_size % 8 == 0 && !c.pinned && c.blocks > 0 &&
          c.blocks * kvl__strips(&c) <= INT_MAX && encode_map();

@@ -116,8 +116,8 @@ template <class C> int launch_f32_dim(const hooked &h, const kvl_cuda_queue *q) 
   return launch_f32_group<C, 256>(h, q);
 }
 
-/* Are there 32 bits for every listed_keys::row_place of a cache? If not, it has more than
- * 64 GiB in one layer. */
+/* Whether 32 bits are enough for every listed_keys::row_place of a cache. They are not if the
+ * cache has more than 64 GiB in one layer. */
 bool numbers_rows(const kvl_pages &p) {
   const int64_t page = kvl__packs(p.codec) ? p.bytes_page / 16
                                            : (int64_t)kvl__strips(&p) * p.block_size;
