@@ -74,8 +74,8 @@ end
 local function fail(path, problem) error(path .. " cannot be written: " .. problem, 0) end
 
 --- Writes a file in one step: at any instant, even after a kill, the file holds either
--- the old text or the new one. Raises where not all of it can be written, as on a full
--- disk. A device or a pipe is written to.
+-- the old text or the new one. Raises if not all of it can be written, as on a full
+-- disk. A device or a pipe is written to directly.
 ---@param path string
 ---@param pieces fun(): string|nil  gives the text piece by piece, then nil
 function M.write_pieces(path, pieces)

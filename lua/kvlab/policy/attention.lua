@@ -309,7 +309,7 @@ local function check_evicted(self, batch)
   end
 end
 
---- What counts the reads of a step; nil: nothing does.
+--- The counter of a step's reads; nil if they are not counted.
 local function counter_of(self, is_prefill, is_draft)
   local reads = not is_prefill and self.reads or nil
   return reads and (not is_draft or reads.has_drafts) and reads or nil

@@ -135,7 +135,7 @@ local function note(word, is_apart)
   if not is_apart then options.arguments[#options.arguments + 1] = word end
 end
 
---- Raises where an option, or a setting of --set, is given a second time.
+--- Raises if an option, or a setting of --set, is given a second time.
 ---@param given table<string, string>  the words of those that were read, by name
 local function refuse_second(given, name, value, word)
   local key = name == "set" and "--set " .. value:match "^[^=]*" or name

@@ -34,7 +34,7 @@ end
 -- closed one is remembered here.
 local closed = setmetatable({}, { __mode = "k" })
 
---- Raises where a handle is closed, and returns it otherwise.
+--- Raises if a handle is closed, and returns it otherwise.
 ---@param kind string  "stream"
 local function alive(handle, kind)
   if closed[handle] then options.fail(("the %s is closed"):format(kind)) end

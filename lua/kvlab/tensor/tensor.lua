@@ -433,7 +433,7 @@ end
 
 -- ---- looking --------------------------------------------------------------------------
 
---- Raises where a tensor is closed.
+--- Raises if a tensor is closed.
 local function open_argument(what, t)
   if t.storage == nil then options.fail(what .. ": the tensor is closed") end
 end

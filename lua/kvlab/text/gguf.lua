@@ -168,7 +168,7 @@ function READ.llama(metadata)
   }, of_id
 end
 
---- What a tokenizer.json of the same tokenizer would say.
+--- Reads a tokenizer from GGUF metadata. Returns what its tokenizer.json would say.
 ---@param metadata table<string, any>  of kv.gguf: "tokenizer.ggml.model", …
 ---@return table
 ---@return table<integer, number>|nil scores  of each token, where there are no merges
