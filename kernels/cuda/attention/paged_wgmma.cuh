@@ -209,7 +209,8 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
       if (tiny) x.template weigh_capped<true>(scale(), sum, second, by, rule.cap, down);
       else x.template weigh_capped<false>(scale(), sum, second, by, rule.cap, down);
     } else {
-      x.weigh_by(scale(), sum, second, [&](int i, float s) { return s * by - shift[i / 2 & 1]; });
+      x.weigh_by(scale(), sum, second,
+                 [&](int i, float s) { return s * by - shift[i / 2 & 1]; });
     }
   }
   __device__ __forceinline__ void mask(int stage) {

@@ -143,9 +143,7 @@ template <int PIECES> __device__ __forceinline__ uint32_t swizzled(int row, int 
  * n + 8 of these. So that few rows are spread over all warps, and lanes have no second rows
  * then, bits 2 and 3 of a row's number tell its warp. */
 constexpr int SECOND_ROW = 32; /* a lane's second row, counted from its first */
-__device__ __forceinline__ int tile_row(int r) {
-  return r / 4 % 4 * 16 + r / 16 * 4 + r % 4;
-}
+__device__ __forceinline__ int tile_row(int r) { return r / 4 % 4 * 16 + r / 16 * 4 + r % 4; }
 __device__ __forceinline__ int first_row(int consumer, int warp) {
   return consumer * 64 + warp * 4;
 }
