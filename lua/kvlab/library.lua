@@ -14,7 +14,7 @@ local function find_paths()
   if told then return told end
   local root = debug.getinfo(1, "S").source:match("^@(.*)/lua/kvlab/library%.lua$")
     or debug.getinfo(1, "S").source:match("^@lua/kvlab/library%.lua$") and "."
-  if not root then error("kvlab: library.lua is not in a lua/kvlab folder") end
+  if not root then error("library.lua is not in a lua/kvlab folder") end
   local config = os.getenv "KVLAB_CONFIG" or "release"
   return { root = root, config = config, library_dir = root .. "/build/bin/" .. config }
 end
@@ -65,7 +65,7 @@ end
 local function load_library(dir)
   local ok, lib = pcall(ffi.load, dir .. "/libkvlab.so")
   if ok then return lib end
-  error(("kvlab: %s/libkvlab.so cannot be loaded; `./kvlab build` builds it\n  %s")
+  error(("%s/libkvlab.so cannot be loaded; `./kvlab build` builds it\n  %s")
     :format(dir, lib), 0)
 end
 
@@ -79,7 +79,7 @@ ffi.cdef(declarations:sub(1, before - 1) .. "sizes[6];" .. declarations:sub(afte
 local C = load_library(M.paths.library_dir)
 M.C = C
 if C.kvl_abi() ~= cksum(declarations) then
-  error(("kvlab: %s/libkvlab.so was built with other headers than those in %s/runtime; "
+  error(("%s/libkvlab.so was built with other headers than those in %s/runtime; "
     .. "`./kvlab build` rebuilds it"):format(M.paths.library_dir, M.paths.root), 0)
 end
 
