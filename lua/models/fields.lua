@@ -7,7 +7,7 @@
 --   local values = fields.read("config.json", "llama", { eps = 1e-5 }, known)
 --
 -- JSON's null is a value of its own: a known field may be null only where that has a
--- meaning. An unknown field may be null, since it then says nothing.
+-- meaning. An unknown field may be null, since it then asks for nothing.
 local hint = require("kvlab.words").hint
 local json = require "kvlab.json"
 local options = require "kvlab.options"

@@ -46,7 +46,8 @@ local READ = { ["rope.scaling.type"] = true, ["rope.scale_linear"] = true,
 local ONLY = { ["attention.causal"] = true, expert_weights_norm = true,
                expert_gating_func = 1 }
 
---- Raises for an unknown key of the architecture, unless it says nothing.
+--- Raises for an unknown key of the architecture, unless its value is 0 or false, which
+-- asks for nothing.
 local function check_keys(path, metadata, architecture)
   local is_known = {}
   for _, key in pairs(FIELDS) do is_known[key] = true end

@@ -1,9 +1,10 @@
 --- RocketKV: evicts as SnapKV does, and selects among what is left by a bound of q.k.
--- Source  Behnam et al. 2025, arXiv:2502.14051. As there, the prompt loses tokens once,
---         decoded tokens stay, and a step reads a few pages. The paper divides the
---         compression between the two by a formula and pools votes over longer runs the
---         more it evicts. Here `spare` times what a step reads stays, and `pool` is
---         SnapKV's. Pages are the cache's blocks; the paper's have few tokens
+-- Source  Behnam et al. 2025, arXiv:2502.14051. As in the paper, the prompt loses tokens
+--         once, decoded tokens stay, and a step reads a few pages. The paper has a
+--         formula for how much is evicted and how much is left to the selection, and the
+--         more it evicts, the longer the runs over which it pools votes. Here the prompt
+--         keeps `spare` times what a step reads, and `pool` is SnapKV's. Pages are the
+--         cache's blocks; the paper's have few tokens
 -- Score   Quest's bound over the share `dims` of the head dimension in which the queries
 --         of the group are largest: sum_d max(q_d * min_d, q_d * max_d), the max over the
 --         group

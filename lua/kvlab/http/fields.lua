@@ -92,8 +92,8 @@ function M.strings(most)
   end
 end
 
---- A field of the API that this server does not support; it may only have a value that
--- asks for nothing.
+--- A field of the API that this server does not support. A request may have it only with
+-- a value that asks for nothing.
 function M.only(words, is_nothing)
   return function(name, x)
     if not is_nothing(x) then

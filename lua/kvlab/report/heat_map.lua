@@ -29,7 +29,8 @@ local M = {}
 ---@field high? number      where they end; default: at the greatest value
 ---@field format? string    writes the number into each cell that has room for it
 
-local ROWS_MAX, MARGIN = 40, 10 -- in a terminal: most rows of a panel, columns left of it
+-- In a terminal: how many rows a panel may have, and how many columns its margin takes.
+local ROWS_MAX, MARGIN = 40, 10
 local RAMP = " .:-=+*#%@" -- for a terminal without colours
 -- Twelve steps of viridis in the 256 colours of a terminal, dark to light.
 local SHADES = { 53, 54, 60, 61, 67, 31, 37, 36, 35, 77, 149, 227 }

@@ -65,7 +65,8 @@ local function powers(low, high)
   return list
 end
 
---- About `count` multiples of 1, 2 or 5 times a power of ten.
+--- Tics from low to high, about `count` of them: the multiples of one step, which is 1, 2
+-- or 5 times a power of ten.
 local function multiples(low, high, count)
   local list, largest = {}, math.max(math.abs(low), math.abs(high))
   local rough = (high - low) / count

@@ -262,7 +262,7 @@ local function query_functions(self)
   return table.concat(texts) .. (plan.needed and NEEDED or ALL_NEEDED)
 end
 
---- How many sums of a root a lane has.
+--- How many sums each lane holds for a root, that is for one emitted expression.
 local function cells_of(root, each) return root.by_token and each or 1 end
 
 --- The source of a kernel without its title, and how it is launched.
