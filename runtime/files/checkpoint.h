@@ -52,7 +52,8 @@ const struct kvl__entry *kvl__entry_at(const struct kvl__checkpoint *f, int inde
 /* Checks that a tensor has an entry's shape, and a dtype whose bit is set in `dtypes`. */
 int kvl__entry_fits(const struct kvl__entry *e, const kvl_tensor *t, uint32_t dtypes,
                     const char *words);
-/* Writes the blocks of an entry in `memory`, which has more room behind them, to t. */
+/* Converts the blocks of an entry and writes them to t. The blocks lie at the start of
+ * `memory`; the conversion may use the rest. */
 typedef int kvl__convert(const struct kvl__entry *e, void *memory, const kvl_tensor *t);
 /* Reads an entry into t, `most` numbers at a time, through `bytes` of memory, few enough to
  * stay in the processor's cache. convert is NULL if t has the type of the file. */

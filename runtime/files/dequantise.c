@@ -85,9 +85,10 @@ static void unpack_q8_0(const uint8_t *b, int64_t n, float *out) {
 
 /* ---- blocks of 256 --------------------------------------------------------------------- */
 
-/* Twelve bytes hold eight scales and eight minima of 6 bits. Groups 0 to 3 are the low 6 bits
- * of bytes 0 to 3 and 4 to 7. The others have 4 bits in bytes 8 to 11, and their upper 2 bits
- * are at the top of the bytes before. */
+/* Twelve bytes hold eight scales and eight minima of 6 bits. The scales of
+ * groups 0 to 3 are the low 6 bits of bytes 0 to 3, and their minima those of bytes 4 to 7.
+ * Bytes 8 to 11 have the lower 4 bits of the scale and of the minimum of groups 4 to 7. The
+ * upper 2 bits are the top bits of bytes 0 to 3 (scales) and 4 to 7 (minima). */
 static inline void group_scales(const uint8_t *s, int group, float *scale, float *minimum) {
   int a, b;
   if (group < 4) {

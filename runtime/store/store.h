@@ -32,8 +32,9 @@ struct kvl__store_backend {
    * it leaves nothing behind. */
   int (*open)(kvl_store *store, const char *rest);
   void (*close)(kvl_store *store);
-  /* Stores `head` and the head->bytes bytes at `bytes` in place of what the record held.
-   * Returns 1, 0 after a call of kvl__store_trouble, or a status. */
+  /* Writes a record: `head`, followed by head->bytes bytes from `bytes`. It replaces an
+   * older record of this name. Returns 1 if it was stored; 0 if not, after a call of
+   * kvl__store_trouble; or a status. */
   int (*put)(kvl_store *store, const struct kvl__name *name, const struct kvl__head *head,
              const void *bytes);
   /* Passes the record to kvl__store_accept and returns its answer, or 0 if there is none. */

@@ -16,9 +16,10 @@ namespace kvl {
 constexpr int SPLITS_MAX = 8; /* the largest cluster that every Hopper GPU can place */
 
 struct listed_plan {
-  uint8_t *notes;        /* of rows to mend, or NULL: with a hook and 16-bit queries */
-  divisor block;         /* tokens per block */
-  int splits, subgroups; /* thread blocks per list, a power of two, and per group of heads */
+  uint8_t *notes; /* of rows to mend, or NULL: with a hook and 16-bit queries */
+  divisor block;  /* tokens per block */
+  int splits;     /* how many thread blocks share a list, a power of two */
+  int subgroups;  /* how many thread blocks share a group of heads */
 
   /* What this block takes: a token of q, a part of its list, a KV head, heads of its group. */
   __device__ int splits_log() const { return __ffs(splits) - 1; }

@@ -234,7 +234,8 @@ __device__ __forceinline__ void mask_scores(float (&s)[N][4], const score_rule &
       s[n][c + 2] = seen1 ? x1 : -INFINITY;
     }
 }
-/* Hides what a draft tree hides, after mask_scores. A row that does not exist sees nothing. */
+/* Called after mask_scores: also hides the tokens on other branches of a draft tree. Rows that
+ * do not exist see nothing already. */
 template <int N>
 __device__ __forceinline__ void hide_by_tree(const kvl_paged_attention_args &a,
                                              const query_rows &rows, float (&s)[N][4],

@@ -14,7 +14,8 @@ namespace {
  * kernel waits: the attention waited for them. */
 struct combined_item {
   query_rows rows;
-  int beside, share = 0, count = 1; /* the first of `count` shares with a part of the item */
+  int beside;
+  int share = 0, count = 1; /* parts of the item are in `count` shares, from `share` on */
   __device__ __forceinline__ combined_item(const kvl_paged_attention_args &a,
                                            const wgmma_plan &plan, int entry, int to_lane) {
     wgmma_work w(a, plan, entry);

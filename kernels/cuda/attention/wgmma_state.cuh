@@ -84,9 +84,9 @@ template <class T, class shape> struct wgmma_state {
         });
     store_late_if_negative(shared, sum[0] + sum[1]);
   }
-  /* The same for softly capped scores cap * tanh(x) of |x| up to CAP_SMALL (TINY: CAP_TINY),
-   * with x = s * by; the relative error of tanh is 7e-7. No exponential is needed for it.
-   * rest(i) is added to score i. */
+  /* The same for scores with a soft cap: cap * tanh(x) with x = s * by. |x| is at most
+   * CAP_SMALL, or CAP_TINY if TINY is set. tanh is a polynomial, so it needs no exponential;
+   * its relative error is 7e-7. rest(i) is added to score i. */
   template <bool TINY, class F>
   __device__ __forceinline__ void weigh_capped(const float &shared, float (&sum)[2],
                                                bool second, float by, float cap, F rest) {

@@ -3,14 +3,14 @@
  * of a tile and the queries on the tensor cores.
  *
  * Products of 16-bit numbers are exact in fp32, so scores differ only by the order of sums.
- * Numbers of more bits become a sum of 16-bit terms: three for f32 rows, score_terms() for
- * q. f8e4m3
- * rows become f16; where q becomes f16 too, a power of 2 per head brings it into f16's range.
+ * Numbers of more bits become a sum of 16-bit terms: three for f32 rows, score_terms() for q.
+ * f8e4m3 rows become f16; where q becomes f16 too, a power of 2 per head brings it into f16's
+ * range.
  *
- * A dot product does not depend on the order of its dims. So a lane loads the pieces of 16
- * bytes that it needs, the same dims of a row and of q: lanes 4n ... 4n + 3 take neighbouring
- * pieces of row n. In odd rows the halves of 128 bytes are swapped, so that 8 lanes hit every
- * bank once. */
+ * A dot product does not depend on the order of its dims. So each lane may load whole pieces
+ * of 16 bytes, if it takes the same dims of the row and of q: lanes 4n ... 4n + 3 take
+ * neighbouring pieces of row n. In odd rows the two halves of every 128 bytes are swapped, so
+ * that 8 lanes hit every bank once. */
 #ifndef KVL_CUDA_SCORE_MMA_CUH
 #define KVL_CUDA_SCORE_MMA_CUH
 
