@@ -319,9 +319,9 @@ local function first_of(buffer, ...)
   return buffer:reshape { -1 }:narrow(0, count):reshape { ... }
 end
 
---- Views for x [n, heads, from] times a matrix for each head: [n, heads, to]. A product
--- for each head needs the heads as the first dim; for one token the two orders are the
--- same.
+--- Views for the product of x [n, heads, from] and one matrix for each head, which is
+-- [n, heads, to]. The product needs the heads as the first dim; with one token, both
+-- orders have the same layout.
 local function by_heads(c, buffers, n, x, from, to)
   local s = { x = x, is_one = n == 1 }
   s.product = first_of(buffers.heads_out, c.heads, n, to)

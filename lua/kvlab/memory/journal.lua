@@ -93,8 +93,8 @@ function Journal:end_draft()
   if self.draft then self.draft:finish() end
 end
 
---- Whether a graph may be replayed: the journal no longer holds the entries of the last
--- replay, which the next replay writes to.
+--- Whether a graph may be replayed. A replay writes to the graph's entries, so the
+-- journal must no longer hold those of the last replay.
 ---@param entries table[]
 function Journal.may_replay(_, entries)
   for i = 1, #entries do

@@ -644,10 +644,10 @@ function Attention:attend_slots(ctx, memory, selection, slots, out, lse, prev, p
     is_past)
 end
 
---- Attention of ctx.query over listed tokens: for each row of q, or for each row and KV
--- head, tokens of its sequence by their index, in any order; -1, and a token that
--- the row may not see, adds nothing. KV is on the device, or in host memory behind a hot
--- cache of tokens (hot_tokens), in a decode step.
+--- Attention of ctx.query over listed tokens. There is one list for each row of q, or one
+-- for each row and KV head. It has the indices of tokens in the row's sequence, in any
+-- order. An entry of -1, and a token that the row may not see, adds nothing. KV has to be
+-- on the device or, in decode, in host memory behind a hot cache of tokens (hot_tokens).
 ---@param listed kvlab.Tensor  i32 [rows, kv_heads or 1, n]
 function Attention:over_tokens(listed, ctx, out, lse)
   local hook, hot = ctx.policy.hook, not ctx.is_prefill and self.decode_reader

@@ -187,8 +187,8 @@ function M.new(shape, limits)
   }, Context)
 end
 
---- The number of a shape, in the order in which steps had them: 1 for the first, and so
--- on.
+--- The number of a step's shape (seqs and width). Shapes are numbered from 1, in the
+-- order in which they first occur.
 local function number_of(self, seqs, width)
   local key = seqs * 2 ^ 32 + width
   local number = self.shape_numbers[key]

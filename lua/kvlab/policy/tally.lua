@@ -210,7 +210,7 @@ function Store:replayed()
   ffi.copy(self.firsts, self.tally.views.host_firsts, 4 * self.views.heads)
 end
 
--- A copy of the entry that no replay writes to.
+-- A copy of the entry. No replay writes to the copy.
 function Store:copy()
   local views = self.views
   local entry = table.remove(views.free_stores)

@@ -179,8 +179,9 @@ local function keep_top_k(scores, p)
   return keep_from(scores, last:ge(0):where(values:gather(last), -math.huge))
 end
 
---- The lowest score among the best tokens that together reach top_p, [rows, 1]; and which
--- rows do not reach it with `count` of the `most` tokens.
+--- Finds the best tokens that together reach top_p, among the `count` best of the `most`
+-- tokens of each row. Returns their lowest score, [rows, 1], and, if `waits` is set, a
+-- list of the rows whose `count` best tokens do not reach top_p.
 ---@param top_p number[]  of each row; 2 where all tokens stay
 ---@param waits boolean    whether to ask the device which rows do not reach it
 local function top_p_threshold(scores, top_p, count, most, waits)

@@ -86,7 +86,7 @@ function M.only(from, where, names)
   end
 end
 
---- Raises unless a field has one value, or is not there.
+--- Raises if a field is there (and not null) with another value than `value`.
 function M.must_be(from, where, key, value)
   local is = from[key]
   if is ~= nil and is ~= json.null and is ~= value then

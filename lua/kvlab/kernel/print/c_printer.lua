@@ -74,7 +74,7 @@ function Printer:loop(s, dim, size, is_vector, _, step)
     step and ("%s += %s"):format(name, step) or is_vector and name .. " += VF"
     or name .. "++")
   if self.key_bytes and dim == "token" and (step or self.plan.place == "summary") then
-    self.asks_for_keys = true -- of the same tokens, of the block that comes next
+    self.asks_for_keys = true -- the keys of these tokens in the next block
     head = ("%s soon(k_soon + %s * %d, %d);"):format(head, name, self.key_bytes,
       self.key_bytes * (step or 1))
   end

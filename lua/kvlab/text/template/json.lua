@@ -208,8 +208,8 @@ function write(x, o, depth)
 end
 
 --- A value as json.dumps writes it.
----@param o table  ensure_ascii, sort_keys (booleans), indent (a string, or nil), comma,
---                 colon: what stands after an item and a key
+---@param o table  ensure_ascii, sort_keys (booleans), indent (a string, or nil), comma
+--                 (the text after an item), colon (the text after a key)
 ---@return any text  of kvlab.text.template.text
 function M.write(x, o) return write(x, o, 0) end
 
