@@ -66,9 +66,9 @@ static uint64_t foreign_streams(const kvl_storage *s) {
   return s->used & ~((uint64_t)1 << s->home);
 }
 
-/* Memory of the host that only finished work has used: while it is free, the system may take
- * its pages for others. The default stream of the CPU runs on the calling thread, so nothing
- * of it is under way. */
+/* Lets the system take the pages of free host memory, if all work that used it has finished.
+ * The default stream of the CPU runs on the calling thread, so none of its work is under
+ * way. */
 static void cool(kvl_storage *s) {
   const kvl_backend *backend = s->device->backend;
   if (backend->unused && s->size_class == KVL__LARGE && s->home == 0 && !foreign_streams(s))

@@ -438,7 +438,7 @@ template <class T, class shape> struct latent_few {
     products_begin();
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-      /* Half of the numbers: a piece, and half of the last. */
+      /* This consumer's half of the numbers: one piece, and half of the last piece. */
       const bool last = i >= 16;
       const int part = last ? latent_part(LATENT_LAST) : latent_part(half) + i / 4;
       const int in_part = last ? half * 2 + i - 16 : i % 4;

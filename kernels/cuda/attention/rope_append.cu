@@ -189,8 +189,8 @@ __global__ void __launch_bounds__(ROPE_THREADS)
 }
 constexpr int MANY_TOKENS = 512;
 
-/* The q of many tokens are rotated in a launch of their own, because in this kernel a lane
- * has one half of its pairs, and loads the other half. */
+/* The q of many tokens are rotated in a launch of their own. In rope_append_packed a lane
+ * writes only one number of each of its pairs and has to load the other one as well. */
 template <class From, class To>
 int start_packed(kvl_rope_append_args a, const kvl_cuda_queue *q) {
   if (a.tokens >= MANY_TOKENS) {

@@ -129,7 +129,8 @@ struct wgmma_plan {
   divisor by_tile, by_block;                    /* by tokens_tile and block_size */
   int entries;    /* tiles of tokens that there may be; some of them have no tokens */
   uint8_t *notes; /* of rows to mend */
-  /* Whole items: the counter, 0 at first, or NULL; how many lanes are under way at once. */
+  /* If items stay whole: the counter from which thread blocks take their next items, 0 at
+   * first (NULL: every block's items are fixed); and how many lanes are under way at once. */
   int *counter;
   int section;
   /* Divided work: `side` lanes are processed side by side, each in at most so many shares
@@ -151,7 +152,7 @@ struct wgmma_plan {
  * tiles of tokens of one sequence would not read the same keys at the same time.) */
 __host__ __device__ __forceinline__ uint32_t share_begin(uint32_t total, uint32_t c,
                                                          uint32_t n) {
-  const uint32_t per = total / n; /* no 64-bit division: the rest times c is small */
+  const uint32_t per = total / n; /* the rest is below n: 32 bits hold rest * c */
   return per * c + (total - per * n) * c / n;
 }
 __device__ __forceinline__ uint32_t share_of(uint32_t total, uint32_t tile, uint32_t n) {

@@ -6,8 +6,9 @@
  * eight heads its columns. A dot product does not depend on the order of its dims, so a lane
  * takes whole words of four neighbouring dims, of a key and of q alike.
  *
- * A lane adds up its two of every eight heads in order; a butterfly adds the four lanes of a
- * row. relu is x + |x| with half of the weight: a NaN stays NaN.
+ * Of every eight heads a lane has two, which it adds up in order; then a butterfly adds the
+ * sums of the row's four lanes. relu(x) is computed as x + |x| with half of the weight, so
+ * that a NaN stays NaN.
  *
  * Limit     L2: 132 bytes per element of the result, since a row uses each key only once
  * Tolerance 2e-6 of the sum of |terms|, as on the CPU */

@@ -83,7 +83,7 @@ __device__ void apply_norm(const kvl_linear_args &g, const linear_wgmma_plan &p,
                            float *squares, int lane) {
   using plan = linear_wgmma_plan;
   constexpr int K = plan::K, N = plan::NORM_ROWS, WARPS = plan::NORM_WARPS;
-  constexpr int EACH = N / 4; /* a lane's packs of a box: every fourth row */
+  constexpr int EACH = N / 4; /* packs of a box in each lane: one in every fourth row */
   const W *norm = (const W *)g.norm;
   float sums[EACH] = {};
   wait_for_previous();

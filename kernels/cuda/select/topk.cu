@@ -134,8 +134,8 @@ struct put_body {
 constexpr int64_t SORT_MOST = SORT_CHUNK; /* the most keys that a team sorts */
 constexpr size_t BATCH_BYTES = 256 << 20; /* of workspace, unless one row needs more */
 
-/* Does each row get many thread blocks? Yes for few long rows, and to sort whole rows. Rows that
- * have many are done one after the other, so a cluster for each is faster from three rows on. */
+/* Does each row get many thread blocks? Yes for few long rows, and to sort whole rows. Such rows
+ * are done one after the other, so from three rows on, one cluster for each row is faster. */
 bool is_many(const kvl_topk_args &g, int sm_count, bool clusters) {
   if (g.dtype == KVL_DTYPE_I32) return g.k < g.n || !g.by_index;
   if (g.k == g.n) return !g.by_index && g.k > SORT_MOST;
