@@ -4,7 +4,7 @@
 # so an instruction that the architecture lacks is an error; only a build makes machine code.
 #
 # Only files that are written for some architectures in one of their own headers are
-# compiled, and one file for the headers that all have in common; their host code is the same
+# compiled, and one file for the headers that most have in common; their host code is the same
 # for every architecture and is left out. --full: every file, with its host code, and all of
 # them are linked; `kvlab build` has listed them.
 # Usage: check_cuda.sh NUMBER [--full], such as 80 or 90a
@@ -48,17 +48,18 @@ if [ ! -x "$nvcc" ]; then
   cuda=${nvcc%/bin/nvcc}
 fi
 [ -e build/units/list ] || fail "there is no list of files: run ./kvlab build first"
-plain=kernels/cuda/elementwise/cast.cu
+plain=kernels/cuda/elementwise/cast.cu # it converts every number type
 objects=$(mktemp -d build/check.XXXXXX)
 trap 'rm -rf "$objects"' EXIT
 trap 'exit 130' INT TERM
 
-# Whether a file, or a header of its own, names an architecture or an instruction.
+# Whether a file, or a header of its own, names an architecture, an instruction or the size of
+# its tiles.
 differs() {
   read_by=$("${CXX:-g++}" -MM -MG -x c++ -Iruntime -Ikernels "$1") || return 0
   printf '%s\n' "$read_by" | tr -s ' \\\n' '\n' | grep '^kernels/' |
-    grep -vE '/(common|programmatic)\.cuh$' |
-    xargs grep -qE 'KVL_SM90\(|\<asm\>|__CUDA_ARCH__|cluster'
+    grep -vE '/(common|programmatic|architecture|launch|convert|philox)\.(cuh|h)$' |
+    xargs grep -qE 'KVL_SM90\(|\<asm\>|__CUDA_ARCH__|TILES_HERE|cluster'
 }
 
 # check NUMBER SUFFIX OPTION...: the files that come in, one a line.
