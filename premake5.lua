@@ -51,7 +51,7 @@ local function rebuild_on(compile_command)
 .DELETE_ON_ERROR:
 FLAGS_NOW := %s
 ifneq ($(FLAGS_NOW),$(file <$(OBJDIR)/flags))
-  $(shell mkdir -p $(OBJDIR) && rm -f $(OBJDIR)/*.o)
+  $(shell mkdir -p $(OBJDIR) && rm -f $(OBJDIR)/*.o $(OBJDIR)/*.gch)
   $(file >$(OBJDIR)/flags,$(FLAGS_NOW))
 endif
 LDDEPS += $(firstword $(MAKEFILE_LIST))]]):format(compile_command) }
@@ -108,6 +108,8 @@ for _, isa in ipairs(isas) do
     targetprefix "lib"
     targetdir "build/obj/%{cfg.buildcfg}"
     files { "kernels/cpu/**.c" }
+    -- What they all include is read once: the intrinsics take 0.1 to 0.2 s of each file.
+    pchheader "../kernels/cpu/vec.h"
     defines { "KVL_ISA=" .. isa.name, "KVL_ISA_" .. isa.name:upper() .. "=1" }
     buildoptions { isa.needs:gsub("%S+", "-m%0") .. (isa.flags or "") }
     -- Debug information has lines and functions, without variables: most of these are in

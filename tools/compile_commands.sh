@@ -22,6 +22,7 @@ make --always-make --dry-run --no-print-directory config="$config" | awk -v fold
     file = $0
     sub(/.* -c "\.\.\//, "", file)
     sub(/"$/, "", file)
+    sub(/-include [^ ]*vec\.h /, "") # precompiled by gcc, which clang cannot read
     if (!(file in command)) files[++count] = file
     command[file] = $0
   }
