@@ -37,7 +37,7 @@
  * Tolerance P is rounded to q's dtype (over f8e4m3 to f16) before P V, as in paged_prefill.cuh;
  *           int8 times its scale is rounded to q's dtype, too. Soft caps: 7e-7 of a score, or
  *           2e-7 of the cap where scores are near the cap
- * Best      H200, 2026-11-22, kernels/dev/prefill.cu: bf16, 32/8 heads, head_dim 128, block 16,
+ * Best      H200, 2026-11-22, short runs: bf16, 32/8 heads, head_dim 128, block 16,
  *           random tables, TFLOP/s; in brackets the version before on this machine:
  *             causal 4K  636   8K  690   16K  738 (636)   32K  677 (612)   cuDNN 584, 595
  *             4K x 32K  703 to 749 (655)   cuDNN 620
