@@ -85,7 +85,7 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
   int low, high; /* every row of the warp sees all of a tile within them */
   int2 span;     /* the present tile's */
   bool exists;   /* a row of the warp */
-  bool second;   /* a lane of the warp has a second row, or this is not to be asked */
+  bool second;   /* the work on second rows of lanes is done */
   float sum[2];
   bool ready; /* every row of the warp has a reference */
 
@@ -131,7 +131,8 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     low = 0, high = INT_MAX;
     ready = false;
     exists = first_row(consumer, warp) < w.tokens * w.heads_each;
-    /* Branches between rows cost hooks of head_dim 64 up to a quarter of their time. */
+    /* Left out only where no lane has a second row; at head_dim 64 never, because a hook there
+     * took up to 1.28 times as long with the branch. */
     second = D <= 64 || first_row(consumer, warp) + SECOND_ROW < w.tokens * w.heads_each;
     if (shape::F8) {
       __syncwarp();
@@ -201,7 +202,7 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
       };
       if (!capped())
         x.weigh_by(scale(), sum, second, [&](int i, float s) { return s * by + line(i); });
-      else if (D > 64 && tiny) /* ptxas spills the other kernel */
+      else if (D > 64 && tiny) /* at head_dim 64 ptxas would spill */
         x.template weigh_capped<true>(scale(), sum, second, by, rule.cap, line);
       else x.template weigh_capped<false>(scale(), sum, second, by, rule.cap, line);
     } else if (capped()) {

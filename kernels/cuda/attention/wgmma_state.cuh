@@ -68,8 +68,8 @@ template <class T, class shape> struct wgmma_state {
 #pragma unroll
       for (int i = 4 * n + 2 * row; i < 4 * n + 2 * row + 2; i++) s[i] = f(i, s[i]);
   }
-  /* weigh with the weights exp2(exponent(i, s[i])). second: has a lane of the warp a second
-   * row that exists? Else those keep their products as weights. */
+  /* weigh with the weights exp2(exponent(i, s[i])). second: whether to weigh the
+   * second rows, too; otherwise they keep their products, and their sum is 0. */
   template <class F>
   __device__ __forceinline__ void weigh_by(const float &shared, float (&sum)[2], bool second,
                                            F exponent) {
@@ -269,8 +269,8 @@ __device__ __forceinline__ uint32_t pack_rows(const kvl_paged_attention_args &a,
   return pack2(x, y, T());
 }
 
-/* Writes a warp's sixteen rows, whose first is r, of whole work without an earlier attention, in q's
- * dtype, by way of shared memory: 64 (or 32) columns at a time. */
+/* Writes a warp's sixteen rows, whose first is r, of whole work without an earlier attention:
+ * in q's dtype, by way of shared memory, 64 (or 32) columns at a time. */
 template <class T, class M, class shape>
 __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args &a,
                                                  const wgmma_plan &plan, const wgmma_work &w,
