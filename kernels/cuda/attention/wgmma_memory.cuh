@@ -139,9 +139,9 @@ template <int PIECES> __device__ __forceinline__ uint32_t swizzled(int row, int 
   return row * PIECES * 16 + (piece ^ (PIECES == 8 ? row : row / 2) % PIECES) * 16;
 }
 
-/* Which rows of its 64 a consumer has where. A warp has 16 rows of a tile, a lane numbers n and
- * n + 8 of these. So that few rows are spread over all warps, and lanes have no second rows
- * then, bits 2 and 3 of a row's number tell its warp. */
+/* Where a consumer's 64 rows lie in its tile. A warp has 16 neighbouring rows of the tile, and a
+ * lane numbers n and n + 8 of them. Bits 2 and 3 of a row's number tell its warp: so a few rows
+ * are spread over all warps, and with up to 32 rows no lane has a second one. */
 constexpr int SECOND_ROW = 32; /* a lane's second row, counted from its first */
 __device__ __forceinline__ int tile_row(int r) { return r / 4 % 4 * 16 + r / 16 * 4 + r % 4; }
 __device__ __forceinline__ int first_row(int consumer, int warp) {
