@@ -424,7 +424,7 @@ template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cud
   return with_wgmma_shape<D>(a, true, [&](auto s) {
     using shape = decltype(s);
     wgmma_plan plan;
-    plan_wgmma<shape>(a, q->device, q->sm_count, plan);
+    plan_wgmma<shape>(a, true, q->device, q->sm_count, plan);
     return launch_planned<T, shape>(
         a, plan, true, q, [&](int grid, bool programmatic, const wgmma_maps &map) {
           hook_kernel k = {"", grid, 1, shape::THREADS, shape::SHARED_BYTES, programmatic};

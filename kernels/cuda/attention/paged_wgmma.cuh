@@ -393,6 +393,7 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
   /* warp is the same in all lanes; the shuffle tells the compiler so. */
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
   if (warpgroup > 0 && warpgroup <= shape::CONSUMERS) {
+    if (warpgroup > plan.consumers) return;
     registers_take<shape::TAKE>();
     wgmma_consumer<T, shape, BIASED, H>(a, plan, hook, memory, warpgroup - 1).attend();
     return;

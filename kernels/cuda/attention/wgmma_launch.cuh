@@ -112,14 +112,26 @@ inline int64_t l2_bytes(int device) {
   return bytes;
 }
 
+/* Has a call a bias, besides a hook? */
+inline bool wgmma_biased(const kvl_paged_attention_args &a) {
+  return a.alibi || a.soft_cap > 0.f || a.tree;
+}
+
 /* Plans the work of a call; returns the bytes of its workspace, which must be 16-byte aligned
  * and may be NULL when only its size is asked for. */
 template <class shape>
-size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
+size_t plan_wgmma(const kvl_paged_attention_args &a, bool hooked, int device, int sm_count,
                   wgmma_plan &plan) {
   const int group = (int)(a.heads / a.cache.kv_heads);
   const int heads_each = group < shape::ROWS ? group : shape::ROWS;
   plan = {};
+  plan.consumers = shape::CONSUMERS;
+  plan.rows_most = shape::ROWS;
+  /* A consumer without rows would take part of the tensor cores' time. Without a bias, there
+   * is WGMMA_FEW. */
+  const bool narrows = !shape::LATENTS && (hooked || wgmma_biased(a));
+  while (narrows && plan.consumers > 1 && few_rows(a, plan.rows_most - 64))
+    plan.consumers--, plan.rows_most -= 64;
   plan.by_block = divisor(a.cache.block_size);
   /* A box lies in one share. */
   const int most_keys = shape::KEYS / shape::SHARES;
@@ -129,9 +141,8 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, int device, int sm_count,
                                    : 1;
   plan.fills = fills;
   const bool listed = shape::LATENTS && a.listed; /* a list is one token's */
-  plan.tokens_tile = a.starts && !listed ? shape::ROWS / heads_each : 1;
+  plan.tokens_tile = a.starts && !listed ? plan.rows_most / heads_each : 1;
   plan.by_tile = divisor(plan.tokens_tile);
-  plan.rows_most = shape::ROWS;
   plan.subgroups = (group + shape::ROWS - 1) / shape::ROWS;
   plan.lanes = a.cache.kv_heads * plan.subgroups;
   plan.entries = (int)(a.starts ? a.tokens / plan.tokens_tile + a.seqs : a.seqs);
@@ -207,7 +218,7 @@ template <class T, class shape, bool BIASED>
 int launch_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   constexpr auto kernel = paged_wgmma<T, shape, BIASED>;
   wgmma_plan plan;
-  plan_wgmma<shape>(a, q->device, q->sm_count, plan);
+  plan_wgmma<shape>(a, false, q->device, q->sm_count, plan);
   return launch_planned<T, shape>(
       a, plan, false, q, [&](int grid, bool programmatic, const wgmma_maps &map) {
         int status = allow_shared<paged_wgmma<T, shape, BIASED>>(q, shape::SHARED_BYTES);
@@ -229,11 +240,6 @@ template <class F> auto with_wgmma_dim(int dim, F f) {
   if (dim <= 128) return f(std::integral_constant<int, 128>());
   if (dim <= 192) return f(std::integral_constant<int, 192>());
   return f(std::integral_constant<int, 256>());
-}
-
-/* Has a call a bias, besides a hook? */
-inline bool wgmma_biased(const kvl_paged_attention_args &a) {
-  return a.alibi || a.soft_cap > 0.f || a.tree;
 }
 
 /* The result of f with the shape for a call that wgmma_takes; C as in wgmma_shape. A hook is
@@ -262,7 +268,7 @@ inline size_t wgmma_bytes(const kvl_paged_attention_args &a, int device, int sm_
   return with_wgmma_dim(a.cache.key.dim, [&](auto dim) {
     return with_wgmma_shape<dim.value>(a, hooked, [&](auto shape) {
       wgmma_plan plan;
-      return plan_wgmma<decltype(shape)>(a, device, sm_count, plan);
+      return plan_wgmma<decltype(shape)>(a, hooked, device, sm_count, plan);
     });
   });
 }

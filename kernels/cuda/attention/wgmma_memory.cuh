@@ -77,6 +77,7 @@ template <class shape> struct wgmma_memory {
   __device__ uint32_t tile(bool of_v, int s) const { return of_v ? v(s) : k(s); }
 
   __device__ void init(const wgmma_plan &plan, float scale_) {
+    const int warps = 4 * plan.consumers, idle = CONSUMER_WARPS - warps;
     scale = scale_;
     for (int i = 0; i < STAGES; i++) {
       const bool by_row = plan.box == 0;
@@ -84,16 +85,16 @@ template <class shape> struct wgmma_memory {
       barrier_init(v_full(i), shape::BYTES ? shape::SHARES : by_row ? COPIERS * WARP : 1);
       if (shape::BYTES) barrier_init(came(false, i), WARP);
       if (shape::BYTES) barrier_init(came(true, i), WARP);
-      barrier_init(k_empty(i), CONSUMER_WARPS);
-      barrier_init(v_empty(i), CONSUMER_WARPS);
+      barrier_init(k_empty(i), warps);
+      barrier_init(v_empty(i), warps);
     }
     for (int i = 0; i < QS; i++) {
       barrier_init(q_full(i), 1);
-      barrier_init(q_empty(i), CONSUMER_WARPS);
+      barrier_init(q_empty(i), warps);
     }
     for (int i = 0; i < SLOTS; i++) {
       barrier_init(work_full(i), 1);
-      barrier_init(work_empty(i), READERS * WARP);
+      barrier_init(work_empty(i), (READERS - idle) * WARP);
     }
     barrier_init(side(), 1);
     barrier_init_done();

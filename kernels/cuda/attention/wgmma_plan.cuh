@@ -126,6 +126,7 @@ struct wgmma_plan {
   int box;    /* how many groups of eight keys one copy brings; 0: a copy brings 16 bytes */
   bool fills; /* a row has D numbers; else its last atom is copied by itself */
   int tokens_tile, subgroups, lanes, rows_most; /* rows_most: of an item */
+  int consumers;                                /* that have work */
   divisor by_tile, by_block;                    /* by tokens_tile and block_size */
   int entries;    /* tiles of tokens that there may be; some of them have no tokens */
   uint8_t *notes; /* of rows to mend */

@@ -56,7 +56,7 @@ int map_latents(const kvl_pages &c, int groups, int parts, CUtensorMap *map) {
 template <class shape>
 size_t plan_of(const kvl_paged_attention_args &a, int device, int sm_count,
                wgmma_plan &plan) {
-  const size_t bytes = plan_wgmma<shape>(a, device, sm_count, plan);
+  const size_t bytes = plan_wgmma<shape>(a, false, device, sm_count, plan);
   /* Boxes also bring neighbouring keys, and keys that no window shows. */
   if (shape::F8 || a.listed || a.window > 0 || a.cache.key.dim % 64) plan.box = 0;
   return bytes;
