@@ -69,6 +69,29 @@ int launch_clusters(void (*kernel)(P...), int cluster, dim3 grid, int threads,
   config.numAttrs = !is_hopper(q) ? 0 : cluster > 1 ? 2 : 1;
   return kvl__cuda_check(cudaLaunchKernelEx(&config, kernel, P(args)...));
 }
+/* How many clusters of a kernel the device runs at once; 0 if it takes none. The answer depends
+ * on the device: a cluster stays within one part of it, and the parts have unequal numbers of
+ * SMs. An H200 takes 264 blocks of a kernel that puts two on an SM, but only 79 clusters of
+ * three. The kernel must be allowed its shared memory, and always have the same. */
+constexpr int CLUSTER_MOST = 8; /* blocks, on any device */
+template <auto kernel>
+int clusters_at_once(int cluster, int threads, int bytes_shared, const kvl_cuda_queue *q) {
+  static int known[64][CLUSTER_MOST + 1]; /* 1 + the answer, per device */
+  int &fit = known[q->device % 64][cluster];
+  if (fit) return fit - 1;
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute attribute;
+  config.gridDim = dim3((unsigned)cluster), config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = bytes_shared;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {(unsigned)cluster, 1, 1};
+  config.attrs = &attribute, config.numAttrs = 1;
+  int count = 0;
+  if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess)
+    count = 0, (void)cudaGetLastError();
+  fit = count + 1;
+  return count;
+}
 template <class... P, class... A>
 int launch_programmatic(void (*kernel)(P...), dim3 grid, int threads, size_t bytes_shared,
                         const kvl_cuda_queue *q, const A &...args) {

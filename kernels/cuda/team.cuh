@@ -58,33 +58,15 @@ __device__ __forceinline__ void send_quad(int rank, const uint4 &x, void *p,
            : "memory");
 }
 
-constexpr int TEAM_MOST = 8; /* the most blocks of a team, on any device */
-
 /* The largest team, of at most `most` blocks, of which the device runs `rows` at once with
- * every block on its own SM. The answer depends on the device: a cluster stays within one
- * part of the device, and the parts have unequal numbers of SMs. 1 when no larger team
- * fits. The kernel may ask for all shared memory. */
+ * every block on its own SM; 1 when no larger team fits. The kernel may ask for all shared
+ * memory. */
 template <auto kernel>
 int largest_team(int64_t rows, int most, int threads, const kvl_cuda_queue *q) {
-  static int known[64][TEAM_MOST + 1]; /* per device: 1 + how many teams fit at once */
-  for (int team = is_hopper(q) ? most : 1; team > 1; team--) {
-    int &fit = known[q->device % 64][team];
-    if (fit == 0) {
-      cudaLaunchConfig_t config = {};
-      cudaLaunchAttribute attribute;
-      config.gridDim = dim3((unsigned)team), config.blockDim = dim3(threads);
-      config.dynamicSmemBytes = q->shared_optin;
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim = {(unsigned)team, 1, 1};
-      config.attrs = &attribute, config.numAttrs = 1;
-      int count = 0;
-      if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess)
-        count = 0, (void)cudaGetLastError();
-      fit = count + 1;
-    }
-    if (fit > rows) return team;
-  }
-  return 1;
+  int team = is_hopper(q) ? most : 1;
+  while (team > 1 && clusters_at_once<kernel>(team, threads, q->shared_optin, q) < rows)
+    team--;
+  return team;
 }
 
 /* Launches one team of `team` blocks for each row. */

@@ -1,7 +1,7 @@
 /* Attention over listed tokens: the source of keys, and how thread blocks share a list.
  *
  * A thread block takes one token of q, one KV head and some heads of its group. When there are
- * few tokens, up to SPLITS_MAX blocks share a list. They form a cluster and join their partial
+ * few tokens, up to CLUSTER_MOST blocks share a list. They form a cluster and join their partial
  * softmaxes through each other's shared memory, with no workspace and no second kernel. */
 #ifndef KVL_CUDA_LISTED_CUH
 #define KVL_CUDA_LISTED_CUH
@@ -13,18 +13,17 @@
 
 namespace kvl {
 
-constexpr int SPLITS_MAX = 8; /* the largest cluster that every Hopper GPU can place */
-
 struct listed_plan {
   uint8_t *notes; /* of rows to mend, or NULL: with a hook and 16-bit queries */
   divisor block;  /* tokens per block */
-  int splits;     /* how many thread blocks share a list, a power of two */
+  divisor splits; /* how many thread blocks share a list */
   int subgroups;  /* how many thread blocks share a group of heads */
 
   /* What this block takes: a token of q, a part of its list, a KV head, heads of its group. */
-  __device__ int splits_log() const { return __ffs(splits) - 1; }
-  __device__ int64_t token() const { return blockIdx.x >> splits_log(); }
-  __device__ int split() const { return blockIdx.x & (splits - 1); }
+  __device__ int64_t token() const { return splits.quotient(blockIdx.x); }
+  __device__ int split() const {
+    return blockIdx.x - splits.quotient(blockIdx.x) * splits.by;
+  }
   __device__ int kv_head() const {
     return subgroups == 1 ? blockIdx.y : blockIdx.y / (uint32_t)subgroups;
   }
@@ -104,14 +103,25 @@ template <class By = divisor> struct listed_keys {
   }
 };
 
+/* The tiles that a block takes of its list. */
+struct listed_share {
+  int begin, end;
+  __device__ __forceinline__ listed_share(const listed_plan &plan, int64_t keys, int tile) {
+    const int all = (int)((uint32_t)(keys + tile - 1) / tile);
+    const int each = (int)plan.splits.quotient(all + plan.splits.by - 1);
+    begin = min(plan.split() * each, all);
+    end = min(begin + each, all);
+  }
+};
+
 /* Has the L2 fetch this thread block's share of its sequence's table, in which it will look
  * up a few keys. In a decode step, the sequence is known before anything else. It is called
  * before wait_for_previous. */
 __device__ __forceinline__ void ask_for_table(const kvl_paged_attention_args &a,
                                               const listed_plan &plan, int64_t token) {
-  if (plan.splits == 1 || a.starts || a.slots || threadIdx.x != 0) return;
+  if (plan.splits.by == 1 || a.starts || a.slots || threadIdx.x != 0) return;
   const uint32_t blocks = (uint32_t)min(a.max_blocks, 8 * a.max_selected); /* enough */
-  const uint32_t bytes = ((blocks * 4 >> plan.splits_log()) + 31) / 16 * 16;
+  const uint32_t bytes = (plan.splits.quotient(blocks * 4) + 31) / 16 * 16;
   const char *const table = (const char *)(a.tables + token * a.max_blocks);
   const uint64_t from = (uint64_t)(table + plan.split() * (bytes - 16)) / 16 * 16;
   const uint64_t end = (uint64_t)(a.tables + a.seqs * a.max_blocks); /* nothing is past it */
@@ -154,7 +164,7 @@ __device__ __forceinline__ void join_listed(const kvl_paged_attention_args &a,
                                             const listed_plan &plan, int64_t row0, int count,
                                             const float2 *states, const float *sums,
                                             float value_scale) {
-  const int splits = plan.splits, split = plan.split();
+  const int splits = plan.splits.by, split = plan.split();
   splits_sync(splits);
   for (int i = (split * THREADS + (int)threadIdx.x) * 4; i < count * D;
        i += splits * THREADS * 4) {

@@ -26,7 +26,7 @@ __device__ __forceinline__ void f32_listed(const kvl_paged_attention_args &a,
   sees[warp].set(a, rows, keys.sight.at, keys.sight.length);
   f32_state<C, D, ROWS> state;
   state.attend(keys, rows, sees[warp], split * WARPS + warp, (keys.keys + KEYS - 1) / KEYS,
-               plan.splits * WARPS, shared + warp * shape::STAGES * shape::STAGE_BYTES,
+               plan.splits.by * WARPS, shared + warp * shape::STAGES * shape::STAGE_BYTES,
                (int *)(shared + shape::RING_BYTES) + warp * shape::STAGES * KEYS, hook,
                keys.sight.seq, keys.sight.length);
   state.join();

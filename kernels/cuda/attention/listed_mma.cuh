@@ -426,17 +426,6 @@ template <class T, class C, int D, int MW> struct listed_warp {
   }
 };
 
-/* The tiles that a block takes of its list. */
-struct listed_share {
-  int begin, end;
-  __device__ __forceinline__ listed_share(const listed_plan &plan, int64_t keys, int tile) {
-    const int all = (int)((uint32_t)(keys + tile - 1) / tile);
-    const int each = (all + plan.splits - 1) >> plan.splits_log();
-    begin = min(plan.split() * each, all);
-    end = min(begin + each, all);
-  }
-};
-
 /* What the computing warps do with the tiles of their block. Information about the first
  * shape::TOLD tiles was passed on before the first barrier. */
 template <class W, class L, class H>

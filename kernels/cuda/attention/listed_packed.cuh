@@ -37,15 +37,16 @@ template <class shape> struct listed_scales<shape, true> {
   alignas(16) uint32_t scales[shape::SLOTS][2][shape::KEYS][WORDS];
   uint32_t halves[shape::SLOTS][shape::WORDS];
 
-  /* Loads the scales of a key. A warp does this for 32 neighbouring keys at once. */
-  __device__ __forceinline__ void copy_scales(const listed_keys<> &keys, int slot, int key,
+  /* Loads the scales of a key, into those of key `at`. A warp does this for 32 neighbouring
+   * keys at once. */
+  __device__ __forceinline__ void copy_scales(const listed_keys<> &keys, int slot, int at,
                                               int physical, int token) {
     const kvl_strips &of = keys.a.cache.key;
     const char *from = kvl__keys_of(&keys.a.cache, physical, keys.kv_head) + of.scales +
                        token * of.groups / GROUPS_WORD * 4;
 #pragma unroll
     for (int is_value = 0; is_value < 2; is_value++) {
-      const uint32_t to = shared_address(scales[slot][is_value][key]);
+      const uint32_t to = shared_address(scales[slot][is_value][at]);
 #pragma unroll
       for (int w = 0; w < WORDS; w++)
         copy_word_async(to + w * 4, from + w * 4, physical >= 0);
@@ -53,7 +54,25 @@ template <class shape> struct listed_scales<shape, true> {
     }
     if (!BETWEEN) return;
     const unsigned half = __ballot_sync(ALL_LANES, token & of.groups & 1);
-    if (threadIdx.x % WARP == 0) halves[slot][key / WARP] = half;
+    if (threadIdx.x % WARP == 0) halves[slot][at / WARP] = half;
+  }
+
+  /* The scales of a group for the four neighbours from 4 (lane / 4) on, which are keys i,
+   * 8 + i, 16 + i and 24 + i, with i = lane / 4. */
+  __device__ __forceinline__ void of_four(float (&x)[4], int slot, bool is_value,
+                                          int group) const {
+    const int i = threadIdx.x % WARP / 4;
+    const auto words = load_pack<4 * WORDS>(scales[slot][is_value][i * 4]);
+    uint32_t half = 0;
+    if (BETWEEN) half = halves[slot][0] >> i;
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int w = group / 2; /* it begins in this word */
+      const uint32_t next = w + 1 < WORDS ? words.at[e * WORDS + w + 1] : 0;
+      const uint32_t two = __funnelshift_r(words.at[e * WORDS + w], next,
+                                           (half >> e * 8 & 1) * 16);
+      x[e] = __uint_as_float(group % 2 ? two & 0xFFFF0000u : two << 16);
+    }
   }
 };
 

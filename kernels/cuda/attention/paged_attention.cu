@@ -428,8 +428,8 @@ template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cud
     return launch_planned<T, shape>(
         a, plan, true, q, [&](int grid, bool programmatic, const wgmma_maps &map) {
           hook_kernel k = {"", grid, 1, shape::THREADS, shape::SHARED_BYTES, programmatic};
-          snprintf(k.name, sizeof k.name, "wgmma_%s_%d%s", type_name<T>, D,
-                   codec_suffix<typename shape::C>);
+          snprintf(k.name, sizeof k.name, "wgmma_%s%s_%d%s", shape::FEW ? "few_" : "",
+                   type_name<T>, D, codec_suffix<typename shape::C>);
           return launch_hooked(h, k, &a, &map, q, &plan);
         });
   });

@@ -127,8 +127,8 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, bool hooked, int device, in
   plan = {};
   plan.consumers = shape::CONSUMERS;
   plan.rows_most = shape::ROWS;
-  /* A consumer without rows would take part of the tensor cores' time. Without a bias, there
-   * is WGMMA_FEW. */
+  /* A consumer without rows would take part of the tensor cores' time. Without a bias it waits
+   * for memory. */
   const bool narrows = !shape::LATENTS && (hooked || wgmma_biased(a));
   while (narrows && plan.consumers > 1 && few_rows(a, plan.rows_most - 64))
     plan.consumers--, plan.rows_most -= 64;
@@ -243,7 +243,7 @@ template <class F> auto with_wgmma_dim(int dim, F f) {
 }
 
 /* The result of f with the shape for a call that wgmma_takes; C as in wgmma_shape. A hook is
- * compiled for one. */
+ * compiled for one, by the same rules (print/cuda_attention.lua). */
 template <int D, class C, class F>
 auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
   using many = wgmma_shape<D, C>;
@@ -251,7 +251,7 @@ auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
     if (!hooked && !wgmma_boxes(a.cache)) return f(wgmma_shape<D, C, WGMMA_BY_ROW>());
   if constexpr (many::HAS_FEW) {
     using few = wgmma_shape<D, C, WGMMA_FEW>;
-    if (!hooked && !wgmma_biased(a) && few_rows(a, few::ROWS)) return f(few());
+    if (few_rows(a, few::ROWS) && (hooked ? !a.starts : !wgmma_biased(a))) return f(few());
   }
   return f(many());
 }

@@ -30,10 +30,10 @@ namespace kvl {
 
 /* Which work a kernel is for.
  * MANY    anything else
- * FEW     divided work of at most 128 query rows an item (over 8 bits 64, and one consumer),
- *         without a bias, which waits for memory. Over 16-bit KV, at most 64 to 128 KiB are
- *         then in flight on an SM: with more, SMs that are near to the memory run ahead,
- *         and the others end later
+ * FEW     divided work of at most 128 query rows an item (over 8 bits 64, and one consumer)
+ *         which waits for memory: without a bias, or with a hook in decode. Over 16-bit KV, at
+ *         most 64 to 128 KiB are then in flight on an SM: with more, SMs that are near to the
+ *         memory run ahead, and the others end later
  * BY_ROW  blocks that TMA cannot copy, by the rows of four more warps. Where there is no
  *         such kernel (over 8 bits, at head_dim 256), and with a hook, two of the producers
  *         do it. Over int8, where only memory of the host needs it, MANY is for boxes

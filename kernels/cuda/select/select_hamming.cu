@@ -242,7 +242,7 @@ template <class FORM> int launch(const kvl_select_hamming_args &a, const kvl_cud
   const int64_t groups = a.seqs * shape.groups;
   int status = allow_shared<kernel>(q, q->shared_optin);
   if (status < 0) return status;
-  const int most = (int)std::min<int64_t>(a.max_blocks / 256, TEAM_MOST);
+  const int most = (int)std::min<int64_t>(a.max_blocks / 256, CLUSTER_MOST);
   shape.team = largest_team<kernel>(groups, std::max(most, 1), SELECT_THREADS, q);
   shape.stretch = (int)((a.max_blocks + shape.team * RUN - 1) / (shape.team * RUN)) * RUN;
   shape.bins = (a.bits + 2 + 3) / 4 * 4;

@@ -2,6 +2,7 @@
  *
  * Kernels   listed_mma.cuh   16-bit q: tensor cores, asynchronous copies; listed_products.cuh
  *                            multiplies tiles, listed_packed.cuh knows the scales of int8
+ *           listed_few.cuh   int8 and groups of up to eight heads
  *           listed_f32.cuh   f32 q, more rows than a 32-bit index can count, or rows of more
  *                            than 256 bytes where tiles are small
  *           listed.cuh       the source of keys, and what joins the parts of a list
@@ -20,6 +21,7 @@
 
 #include "cuda/attention/hook_launch.cuh"
 #include "cuda/attention/listed_f32.cuh"
+#include "cuda/attention/listed_few.cuh"
 #include "cuda/attention/listed_mma.cuh"
 
 namespace kvl {
@@ -27,40 +29,49 @@ namespace {
 
 using hooked = kvl_hooked_attention_args;
 
-/* How many thread blocks share a list. The number is doubled as long as all of them fit on
- * the device at once and each has two tiles. A GPU before Hopper has no clusters. */
-int splits_of(const kvl_paged_attention_args &a, int64_t blocks, int tile, int at_once,
-              const kvl_cuda_queue *q) {
-  int splits = 1;
-  if (!is_hopper(q)) return splits;
-  while (splits < SPLITS_MAX && blocks * splits * 2 <= (int64_t)q->sm_count * at_once &&
-         a.max_selected >= (int64_t)splits * 4 * tile)
-    splits *= 2;
-  return splits;
+/* How many of `blocks` thread blocks share a list: the number with which the last of all
+ * clusters is estimated to end first. A block takes as long as START tiles beside its own, and
+ * a share has at least two tiles. A GPU before Hopper has no clusters. */
+template <auto kernel>
+int splits_of(const kvl_paged_attention_args &a, int64_t blocks, int tile, int threads,
+              int bytes, const kvl_cuda_queue *q) {
+  constexpr int64_t START = 4;
+  const int64_t tiles = ceil_div(a.max_selected, tile);
+  int best = 1;
+  int64_t least = INT64_MAX;
+  for (int splits = 1; splits <= CLUSTER_MOST && is_hopper(q); splits++) {
+    if (splits > 1 && tiles < 2 * splits) break;
+    const int clusters = clusters_at_once<kernel>(splits, threads, bytes, q);
+    if (clusters == 0) continue;
+    const int64_t time = ceil_div(blocks, clusters) * (START + ceil_div(tiles, splits));
+    if (time < least) best = splits, least = time;
+  }
+  return best;
 }
 
 /* Launches a kernel, or the one with the hook whose name is `name`. rows: heads of a block;
- * tile: the keys that its warps take at once. */
+ * tile: keys for which a block is started, about as many as its warps take at once. */
 template <auto kernel>
-int launch(const hooked &h, const char *name, int rows, int tile, int blocks, int threads,
-           int bytes, const kvl_cuda_queue *q) {
+int launch(const hooked &h, const char *name, int rows, int tile, int threads, int bytes,
+           const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
   listed_plan plan = {};
   if (h.hook && lists_by_mma(a, q)) plan.notes = (uint8_t *)a.workspace;
   plan.block = divisor(a.cache.block_size);
   plan.subgroups = ceil_div(a.heads / a.cache.kv_heads, rows);
   const int64_t units = (int64_t)a.cache.kv_heads * plan.subgroups;
-  plan.splits = splits_of(a, a.tokens * units, tile, blocks, q);
-  const dim3 grid((unsigned)(a.tokens * plan.splits), (unsigned)units);
-  if (h.hook) {
-    hook_kernel k = {"", (int)grid.x, (int)grid.y, threads, bytes, true, plan.splits};
-    snprintf(k.name, sizeof k.name, "%s", name);
-    return launch_hooked(h, k, &a, &plan, q);
-  }
   int status = allow_shared<kernel>(q, bytes);
   if (status == KVL_OK) status = prefer_shared<kernel>(q);
   if (status < 0) return status;
-  return launch_clusters(kernel, plan.splits, grid, threads, bytes, q, a, plan);
+  const int splits = splits_of<kernel>(a, a.tokens * units, tile, threads, bytes, q);
+  plan.splits = divisor(splits);
+  const dim3 grid((unsigned)(a.tokens * splits), (unsigned)units);
+  if (h.hook) {
+    hook_kernel k = {"", (int)grid.x, (int)grid.y, threads, bytes, true, splits};
+    snprintf(k.name, sizeof k.name, "%s", name);
+    return launch_hooked(h, k, &a, &plan, q);
+  }
+  return launch_clusters(kernel, splits, grid, threads, bytes, q, a, plan);
 }
 
 template <class T, class C, int D, int MW>
@@ -73,14 +84,30 @@ int launch_mma(const hooked &h, const kvl_cuda_queue *q) {
                   fits(tiles.value, shape::SHARED_BYTES + sizeof(listed_tiles<shape>) + 1024,
                        shape::THREADS));
     static_assert(sizeof(listed_tiles<shape>) + 1024 <= 24 << 10, "see SHARED_UNASKED");
-    return launch<listed_mma<T, C, D, MW>>(h, name, shape::ROWS, shape::KEYS, shape::BLOCKS,
-                                           shape::THREADS, shape::SHARED_BYTES, q);
+    return launch<listed_mma<T, C, D, MW>>(h, name, shape::ROWS, shape::KEYS, shape::THREADS,
+                                           shape::SHARED_BYTES, q);
+  });
+}
+
+template <class T, class C, int D> int launch_few(const hooked &h, const kvl_cuda_queue *q) {
+  char name[64];
+  snprintf(name, sizeof name, "listed_few_%s_%d%s", type_name<T>, D, codec_suffix<C>);
+  return with_tiles(q->code, [&](auto tiles) {
+    using shape = few_shape<D, C, tiles.value>;
+    static_assert(fits(tiles.value,
+                       shape::SHARED_BYTES + shape::WARPS * sizeof(few_tiles<shape>) + 1024,
+                       shape::THREADS));
+    return launch<listed_few<T, C, D>>(h, name, shape::ROWS, shape::KEYS * shape::WARPS / 2,
+                                       shape::THREADS, shape::SHARED_BYTES, q);
   });
 }
 
 template <class T, class C, int D>
 int launch_group(const hooked &h, const kvl_cuda_queue *q) {
   const int64_t group = h.base.heads / h.base.cache.kv_heads;
+  if constexpr (packs<C>) {
+    if (group <= 8) return launch_few<T, C, D>(h, q);
+  }
   if (group <= 16) return launch_mma<T, C, D, 1>(h, q);
   if (group <= 32) return launch_mma<T, C, D, 2>(h, q);
   return launch_mma<T, C, D, 4>(h, q);
@@ -99,8 +126,7 @@ template <class C, int D, int ROWS> int launch_f32(const hooked &h, const kvl_cu
   return with_tiles(q->code, [&](auto tiles) {
     using shape = f32_shape<C, D, tiles.value>;
     return launch<listed_f32<C, D, ROWS>>(h, name, ROWS, shape::KEYS * shape::WARPS,
-                                          shape::BLOCKS, shape::THREADS, shape::SHARED_BYTES,
-                                          q);
+                                          shape::THREADS, shape::SHARED_BYTES, q);
   });
 }
 

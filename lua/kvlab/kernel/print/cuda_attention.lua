@@ -59,9 +59,9 @@ extern "C" __global__ void __launch_bounds__(kvl::MEND_WARPS *kvl::WARP)
 ]]
 -- On Hopper.
 local WGMMA = [[
-using shape = kvl::wgmma_shape<%d, %s>;
+using shape = kvl::wgmma_shape<%d, %s, kvl::WGMMA_%s>;
 extern "C" __global__ void __launch_bounds__(shape::THREADS, 1)
-    wgmma_%s_%d%s(const __grid_constant__ kvl_paged_attention_args a,
+    wgmma_%s%s_%d%s(const __grid_constant__ kvl_paged_attention_args a,
                   const __grid_constant__ kvl::wgmma_maps maps,
                   const __grid_constant__ kvl::wgmma_plan plan,
                   const __grid_constant__ policy_hook hook) {
@@ -117,6 +117,12 @@ local function listed_kernel(dim, group, q, kv, last, mend, target)
         ("f32_listed_%s_%d_%d"):format(SHORT[kv], size, rows),
         ("f32_listed<%s, %d, %d>"):format(CPP[kv], size, rows))
   end
+  if pages.CODECS[kv].packs and group <= 8 then
+    return "listed_few", LISTED_SHAPE:format(("few_shape<%d, %s>"):format(size, CPP[kv]))
+      .. LISTED:format("shape::THREADS", "shape::BLOCKS",
+        ("listed_few_%s_%d%s"):format(SHORT[q], size, last),
+        ("few<%s, %s, %d>"):format(CPP[q], CPP[kv], size)) .. mend
+  end
   local warps = group <= 16 and 1 or group <= 32 and 2 or 4
   return "listed_mma",
     LISTED_SHAPE:format(("listed_shape<%d, %d, %s>"):format(size, warps, CPP[kv]))
@@ -148,8 +154,11 @@ local function attention_kernel(plan, target)
   if target == "sm_90a" and (plan.is_prefill or group > 16 and not plan.keeps) then
     local element = last == "" and "void" or CPP[kv]
     local size = dim == 96 and 96 or size_for(dim, 64, 128, 192, 256)
+    local is_few = not plan.is_prefill
+      and (last == "" and group <= 128 or group <= 64 and size <= 192)
     return "paged_wgmma",
-      WGMMA:format(size, element, SHORT[q], size, last, CPP[q]) .. mend
+      WGMMA:format(size, element, is_few and "FEW" or "MANY", is_few and "few_" or "",
+        SHORT[q], size, last, CPP[q]) .. mend
   end
   if plan.is_prefill then
     local size = size_for(dim, 64, 96, 128, 192, 256)
