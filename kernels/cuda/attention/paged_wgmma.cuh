@@ -67,7 +67,7 @@ namespace kvl {
 /* A consumer: 64 query rows, its piece of work, and the loop over the tiles of keys. */
 template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
   static constexpr int D = shape::D, KEYS = shape::KEYS, STAGES = shape::STAGES;
-  static constexpr int QS = shape::Q_STAGES;
+  static constexpr int QS = shape::Q_STAGES, CONSUMERS = shape::CONSUMERS;
   using M = std::conditional_t<shape::F8, __half, T>; /* is multiplied */
 
   const kvl_paged_attention_args &a;
@@ -131,9 +131,10 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     low = 0, high = INT_MAX;
     ready = false;
     exists = first_row(consumer, warp) < w.tokens * w.heads_each;
-    /* Left out only where no lane has a second row; at head_dim 64 never, because a hook there
-     * took up to 1.28 times as long with the branch. */
-    second = D <= 64 || first_row(consumer, warp) + SECOND_ROW < w.tokens * w.heads_each;
+    /* Left out only where no lane has a second row. At head_dim 64 three consumers lack the
+     * registers for this branch: a hook took up to 1.28 times as long with it. */
+    second = CONSUMERS == 3 ||
+             first_row(consumer, warp) + SECOND_ROW < w.tokens * w.heads_each;
     if (shape::F8) {
       __syncwarp();
       if (lane == 0)

@@ -30,15 +30,17 @@ namespace kvl {
 
 /* Which work a kernel is for.
  * MANY    anything else
- * FEW     divided work of at most 128 query rows an item (over 8 bits 64, and one consumer)
- *         which waits for memory: without a bias, or with a hook in decode. Over 16-bit KV, at
- *         most 64 to 128 KiB are then in flight on an SM: with more, SMs that are near to the
- *         memory run ahead, and the others end later
+ * FEW     divided work of at most 128 query rows an item (over 8 bits 64, and one consumer),
+ *         without a bias, which waits for memory. Over 16-bit KV, at most 64 to 128 KiB are
+ *         then in flight on an SM: with more, SMs that are near to the memory run ahead,
+ *         and the others end later
+ * HOOKED  the same with a hook, in decode: a consumer has more registers. The host need not
+ *         know, for it has the tiles and the memory of FEW
  * BY_ROW  blocks that TMA cannot copy, by the rows of four more warps. Where there is no
  *         such kernel (over 8 bits, at head_dim 256), and with a hook, two of the producers
  *         do it. Over int8, where only memory of the host needs it, MANY is for boxes
  *         unless there is a hook */
-enum wgmma_kind { WGMMA_MANY, WGMMA_FEW, WGMMA_BY_ROW };
+enum wgmma_kind { WGMMA_MANY, WGMMA_FEW, WGMMA_HOOKED, WGMMA_BY_ROW };
 
 /* C: what the cache holds; void: q's dtype. Four more warps turn tiles of 8-bit numbers into
  * what is multiplied: f8e4m3 into f16, int8 with its scales into q's dtype. */
@@ -47,7 +49,8 @@ template <int D_, class C_ = void, wgmma_kind KIND = WGMMA_MANY> struct wgmma_sh
   template <class T> using cache = std::conditional_t<same<C, void>, T, C>; /* q is T */
   static constexpr int D = D_;
   static constexpr bool F8 = same<C, f8e4m3>, PACKED = packs<C>, BYTES = F8 || PACKED;
-  static constexpr bool FEW = KIND == WGMMA_FEW, BY_ROW = KIND == WGMMA_BY_ROW;
+  static constexpr bool FEW = KIND == WGMMA_FEW || KIND == WGMMA_HOOKED;
+  static constexpr bool BY_ROW = KIND == WGMMA_BY_ROW;
   static constexpr bool LATENTS = false; /* see latent.cuh */
   static constexpr bool LESS = FEW && !BYTES;
   static constexpr bool FOURTH = BYTES || BY_ROW;     /* a warpgroup more */
@@ -72,7 +75,7 @@ template <int D_, class C_ = void, wgmma_kind KIND = WGMMA_MANY> struct wgmma_sh
   static constexpr int STAGES = LESS && FEWER < FIT ? FEWER : FIT;
   static constexpr int THREADS = WARPGROUP * (CONSUMERS + 1 + FOURTH);
   /* Leaves an SM registers for a thread block of wgmma_combine, which starts early then. */
-  static constexpr bool JOIN_BESIDE = LESS && D <= 128;
+  static constexpr bool JOIN_BESIDE = KIND == WGMMA_FEW && LESS && D <= 128;
   /* Registers of a thread at the start; then of a consumer's, and of any other. */
   static constexpr int REGISTERS = JOIN_BESIDE || THREADS > 384 ? 128
                                    : THREADS > 256              ? 168

@@ -157,7 +157,7 @@ local function attention_kernel(plan, target)
     local is_few = not plan.is_prefill
       and (last == "" and group <= 128 or group <= 64 and size <= 192)
     return "paged_wgmma",
-      WGMMA:format(size, element, is_few and "FEW" or "MANY", is_few and "few_" or "",
+      WGMMA:format(size, element, is_few and "HOOKED" or "MANY", is_few and "few_" or "",
         SHORT[q], size, last, CPP[q]) .. mend
   end
   if plan.is_prefill then
