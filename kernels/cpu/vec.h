@@ -219,8 +219,8 @@ static inline KVL_HOT vf vf_load_full(const void *p, const int dtype) {
     const uint8_t *b = p;
     return vf_from_f8((vi){b[0], b[1], b[2], b[3]});
   }
-  for (int i = 0; i < VF; i++) x[i] = f32_load(p, i, dtype);
-  return x;
+  return (vf){f32_load(p, 0, dtype), f32_load(p, 1, dtype), f32_load(p, 2, dtype),
+              f32_load(p, 3, dtype)};
 #endif
 }
 static inline KVL_HOT void vf_store_full(void *p, vf x, const int dtype) {
