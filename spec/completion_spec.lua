@@ -51,7 +51,8 @@ describe("completion", function()
       { "kvlab run --config=", "release debug hostile" },
       { "kvlab new ", "policy eviction experiment" },
       { "kvlab cache --config=debug ", "clear" },
-      { "kvlab --qu", "--quick" },
+      { "kvlab --qu", "--quick" }, { "kvlab bench x --set re", "redis=" },
+      { "kvlab chat x --set te", "temperature=" }, { "kvlab compare --se", "" },
     }
   end)
 

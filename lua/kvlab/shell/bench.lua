@@ -291,6 +291,19 @@ local function parse(args)
   return files, ids
 end
 
+--- Raises where a setting is none that the bench files of kvlab read. Other files may read
+-- settings of any name.
+local function check_settings(given, files)
+  for _, path in ipairs(files) do
+    if path:sub(1, #library.paths.root + 7) ~= library.paths.root .. "/bench/" then return end
+  end
+  for _, name in ipairs(sorted.keys(given)) do
+    if name ~= "lmdb" and name ~= "redis" then
+      error(("bench: no setting %s, expected lmdb=FILE or redis=URL"):format(name), 0)
+    end
+  end
+end
+
 --- Raises unless every id that was asked for exists and is for this device.
 local function check_ids(self, ids)
   local known, here = { R = true, T = true, F = true, L = true }, {}
@@ -361,6 +374,7 @@ end
 function M.main(options, write, complain)
   local b = open(options, write)
   local files, ids = parse(options.args)
+  check_settings(options.set, files)
   for _, path in ipairs(files) do
     local chunk, why = loadfile(path)
     if not chunk then error(why, 0) end

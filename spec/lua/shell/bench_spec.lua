@@ -16,7 +16,7 @@ end
 local function run(o)
   local lines, said = {}, ""
   local status = bench.main({ args = o.args, json = o.json, list = o.list,
-                              quick = true, device = "cpu" },
+                              set = {}, quick = true, device = "cpu" },
     function(text)
       for line in text:gmatch "[^\n]+" do lines[#lines + 1] = line end
     end, function(text) said = said .. text end)
