@@ -294,12 +294,14 @@ end
 --- Raises where a setting is none that the bench files of kvlab read. Other files may read
 -- settings of any name.
 local function check_settings(given, files)
+  local own = library.paths.root .. "/bench/"
   for _, path in ipairs(files) do
-    if path:sub(1, #library.paths.root + 7) ~= library.paths.root .. "/bench/" then return end
+    if path:sub(1, #own) ~= own then return end
   end
   for _, name in ipairs(sorted.keys(given)) do
     if name ~= "lmdb" and name ~= "redis" then
-      error(("bench: no setting %s, expected lmdb=FILE or redis=URL"):format(name), 0)
+      error(("bench: no setting %s, expected lmdb=FILE or redis=URL"):format(name),
+        0)
     end
   end
 end
