@@ -55,6 +55,38 @@ end
 local function specs(dev_name)
   local dev = kv.device(dev_name)
 
+  for name, o in pairs {
+    f32 = {}, bf16 = { dtype = "bf16" }, f8e4m3 = { dtype = "f16", format = "f8e4m3" },
+    int8 = { dtype = "bf16", format = "int8" },
+  } do
+    it("reaches attention over listed tokens, with window and soft cap, " .. name, function()
+      local masses = {}
+      local function attend(lists)
+        return decode(dev, { window = 40, soft_cap = 5 }, merged(o, { policy = define {
+          bias = (e.position - e.query_position) / 8,
+          mask = (e.position % 5):gt(0):bor(e.position:eq(e.query_position)),
+          emit = { mass = e.weight:sum("token", "head") },
+          compute_decode = function(self, attention, ctx, out)
+            if lists then
+              local all = kv.arange(ctx.device, "i32", 80):reshape { 1, 1, 80 }
+              out = attention:over_tokens(
+                kv.zeros(ctx.device, "i32", { ctx.seqs, 1, 1 }) + all, ctx, out)
+            else
+              out = attention:over(nil, ctx, out)
+            end
+            masses[lists] = self.emitted.mass:list()
+            return out
+          end } {} }))
+      end
+      local want, got = attend(false), attend(true)
+      local room = o.dtype and 1e-2 or TOLERANCE
+      for n = 1, 3 do
+        support.close(got.steps[n].out, want.steps[n].out, room, room, "step " .. n)
+      end
+      support.close(masses[true], masses[false], room, room)
+    end)
+  end
+
   for name, tier in pairs(TIERS) do
     it("adds a bias to every score, through " .. name, function()
       local p = alibi {}
@@ -305,30 +337,5 @@ describe("expressions for attention", function()
     local ok, why = pcall(rig.new, kv.device "cpu", { policy = outer })
     assert.is_false(ok)
     assert.matches("which only the attention's own policy can", why, 1, true)
-  end)
-
-  it("reach attention over listed tokens, and so do a window and a soft cap", function()
-    local masses = {}
-    local function attend(lists)
-      return rig.decode(kv.device "cpu", { lengths = { 70, 33, 1 }, steps = 3,
-        window = 40, soft_cap = 5, policy = define { bias = (e.position -
-        e.query_position) / 8,
-          mask = (e.position % 5):gt(0):bor(e.position:eq(e.query_position)),
-          emit = { mass = e.weight:sum("token", "head") },
-          compute_decode = function(self, attention, ctx, out)
-            if lists then
-              local all = kv.arange(ctx.device, "i32", 80):reshape { 1, 1, 80 }
-              out = attention:over_tokens(
-                kv.zeros(ctx.device, "i32", { ctx.seqs, 1, 1 }) + all, ctx, out)
-            else
-              out = attention:over(nil, ctx, out)
-            end
-            masses[lists] = self.emitted.mass:list()
-            return out
-          end } {} })
-    end
-    local want, got = attend(false), attend(true)
-    for i, step in ipairs(want) do close(got[i].out, step.out, "step " .. i) end
-    support.close(masses[true], masses[false], TOLERANCE)
   end)
 end)
