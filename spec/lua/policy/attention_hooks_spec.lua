@@ -59,7 +59,7 @@ local function specs(dev_name)
     f32 = {}, bf16 = { dtype = "bf16" }, f8e4m3 = { dtype = "f16", format = "f8e4m3" },
     int8 = { dtype = "bf16", format = "int8" },
   } do
-    it("reaches attention over listed tokens, with window and soft cap, " .. name, function()
+    it("reaches attention over listed tokens, window and soft cap, " .. name, function()
       local masses = {}
       local function attend(lists)
         return decode(dev, { window = 40, soft_cap = 5 }, merged(o, { policy = define {
