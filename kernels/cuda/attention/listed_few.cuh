@@ -44,8 +44,8 @@ struct few_warp : packed_rows<T, D, C, 8, few_shape<D, C>::PIECES> {
   const listed_keys<> &keys;
   few_tiles<shape> &tiles;
   const H &hook;
-  const int64_t row0;     /* of [tokens, heads]: the block's first */
-  const int first, count; /* its head in the group, and how many there are */
+  const int64_t row0; /* of [tokens, heads]: the group's first */
+  const int count;    /* heads of the group */
   const score_rule rule;
   const uint32_t ring;
   const int end;   /* the tile after the last */
@@ -53,10 +53,10 @@ struct few_warp : packed_rows<T, D, C, 8, few_shape<D, C>::PIECES> {
   int entry;       /* and of the one after it */
 
   __device__ __forceinline__ few_warp(const listed_keys<> &keys_, few_tiles<shape> &tiles_,
-                                      const H &hook_, int64_t row0_, int first_, int count_,
+                                      const H &hook_, int64_t row0_, int count_,
                                       uint32_t ring_, int end_)
-      : keys(keys_), tiles(tiles_), hook(hook_), row0(row0_), first(first_), count(count_),
-        rule(keys_.a), ring(ring_), end(end_) {}
+      : keys(keys_), tiles(tiles_), hook(hook_), row0(row0_), count(count_), rule(keys_.a),
+        ring(ring_), end(end_) {}
 
   /* ---- looking up and copying ---- */
 
@@ -141,9 +141,8 @@ struct few_warp : packed_rows<T, D, C, 8, few_shape<D, C>::PIECES> {
         if (rule.cap != 0.f) score = rule.cap * tanh_fast(score);
         if (a.alibi) score += slope * (float)kvl__apart(where[e], sight.at);
         if constexpr (H::ACTIVE) {
-          const hook_row of = {sight.seq,    a.cache.kv_heads,
-                               keys.kv_head, first + min(r, count - 1),
-                               sight.length, sight.at};
+          const hook_row of = {sight.seq,         a.cache.kv_heads, keys.kv_head,
+                               min(r, count - 1), sight.length,     sight.at};
           score = hook(score, of, max(where[e], 0));
           if (where[e] >= 0 && r < count) keep_score(hook, row0 + r, where[e], score);
         }
@@ -193,7 +192,7 @@ __device__ __forceinline__ void few(const kvl_paged_attention_args &a,
   if (keys.keys == 0) share.end = share.begin;
   const int group = (uint32_t)a.heads / (uint32_t)a.cache.kv_heads;
   const int64_t row0 = token * a.heads + kv_head * group;
-  few_warp<T, C, D, H> rows(keys, tiles[warp], hook, row0, 0, group,
+  few_warp<T, C, D, H> rows(keys, tiles[warp], hook, row0, group,
                             shared_address(shared + warp * shape::RING_BYTES), share.end);
   rows.ask(share.begin + warp);
   rows.run(share.begin + warp);

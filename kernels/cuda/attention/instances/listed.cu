@@ -12,10 +12,9 @@
  *           prompt, which share keys
  * Tolerance as paged_attention.cu
  * Best      32/8 heads, head_dim 128, lists of 2048, a table for each row, L2 flushed. H200,
- *           2026-11-26: bf16 1, 16 and 64 rows 11.8, 38.2 and 119 us, f8e4m3 16 and 64 rows 26.2
- *           and 72.4; 4096 rows of a prompt of 64K 4.0 ms; 2026-11-27: int8 1, 16 and 64 rows
- *           14.5, 42.9 and 123 us. When lists held places: 11.5, 38.1,
- *           118, 26.2, 69.0 and 4.2 ms. notes/20261126-lists.md has what was tried
+ *           2026-11-28: bf16 1, 4, 16 and 64 rows 11.6, 15.5, 38.0 and 119 us, f8e4m3 12.0, 16.2,
+ *           25.9 and 71.3, int8 13.5, 18.7, 36.2 and 101; 4096 rows of a prompt of 64K over
+ *           bf16 4.0 ms. notes/20261126-lists.md and 20261128-lists.md have what was tried
  * Source    Dao et al. 2022 (online softmax); the lists are those of DeepSeek-V3.2's DSA */
 #include "cuda/attention/listed_launch.cuh"
 
