@@ -291,8 +291,8 @@ local function parse(args)
   return files, ids
 end
 
---- Raises where a setting is none that the bench files of kvlab read. Other files may read
--- settings of any name.
+--- Raises where a setting is none that kvlab's own bench files read. Other files may
+-- read settings of any name.
 local function check_settings(given, files)
   local own = library.paths.root .. "/bench/"
   for _, path in ipairs(files) do

@@ -142,7 +142,7 @@ end
 
 local function run(o)
   local lines, said = {}, ""
-  o.quick, o.device = true, "cpu"
+  o.quick, o.device, o.set = true, "cpu", {}
   local status = bench.main(o, function(text)
     for line in text:gmatch "[^\n]+" do lines[#lines + 1] = line end
   end, function(text) said = said .. text end)
