@@ -18,6 +18,7 @@ local kv = require "kvlab"
 local library = require "kvlab.library"
 local hint = require("kvlab.words").hint
 local median = require("kvlab.experiment.statistics").median
+local real = require("kvlab.files").real
 local sorted = require "kvlab.sorted"
 
 package.path = library.paths.root .. "/?.lua;" .. package.path -- require "bench.lib.host"
@@ -294,9 +295,9 @@ end
 --- Raises where a setting is none that kvlab's own bench files read. Other files may
 -- read settings of any name.
 local function check_settings(given, files)
-  local own = library.paths.root .. "/bench/"
+  local ours = real(library.paths.root .. "/bench")
   for _, path in ipairs(files) do
-    if path:sub(1, #own) ~= own then return end
+    if real(path:match "^(.*)/" or ".") ~= ours then return end
   end
   for _, name in ipairs(sorted.keys(given)) do
     if name ~= "lmdb" and name ~= "redis" then

@@ -16,7 +16,7 @@ end
 local function run(o)
   local lines, said = {}, ""
   local status = bench.main({ args = o.args, json = o.json, list = o.list,
-                              set = {}, quick = true, device = "cpu" },
+                              set = o.set or {}, quick = true, device = "cpu" },
     function(text)
       for line in text:gmatch "[^\n]+" do lines[#lines + 1] = line end
     end, function(text) said = said .. text end)
@@ -256,6 +256,16 @@ describe("bench #release", function()
     end)
     S.raises('no bench "P99"', run, { args = { "P99" } })
     S.raises('no bench "P98"', run, { args = { "P1", "P98" } })
+  end)
+
+  it("refuses settings that its files do not read, whatever their path", function()
+    local none = "bench: no setting foo, expected lmdb=FILE or redis=URL"
+    local path = kv.paths.root .. "/spec/../bench/store.lua"
+    S.raises(none, run, { args = {}, set = { foo = 1 }, list = true })
+    S.raises(none, run, { args = { path }, set = { foo = 1 }, list = true })
+    with_file(CASES, function(own)
+      assert.equal(0, run { args = { own }, set = { foo = 1 }, list = true })
+    end)
   end)
 
   it("refuses a case of another device, and leaves it out unasked", function()
