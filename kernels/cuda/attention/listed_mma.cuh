@@ -10,7 +10,7 @@
  * whatever its size. Tiles of 8-bit numbers have twice as many tokens, and so the same
  * number of bytes; they become f16 on their way to the tensor cores (paged.cuh).
  * listed_packed.cuh handles the scales of int8. Groups of up to eight heads over int8 have a
- * kernel of their own, listed_few.cuh.
+ * kernel of their own, listed_warps.cuh.
  *
  * The work on a tile is a chain that nothing hides: the barrier, copies of another tile,
  * two products and a softmax between them, in few warps. So a separate warp looks up the

@@ -1,5 +1,5 @@
 /* The online softmax of 8 or 16 query rows over packed numbers with scales (int8), for one
- * warp, over tiles of 32 keys in shared memory: what decode_packed.cuh and listed_few.cuh
+ * warp, over tiles of 32 keys in shared memory: what decode_packed.cuh and listed_warps.cuh
  * share.
  *
  * Keys, and then dims, are the 16 rows of every mma, and eight query rows are its columns:

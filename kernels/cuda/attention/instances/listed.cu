@@ -2,7 +2,7 @@
  *
  * Kernels   listed_mma.cuh   16-bit q: tensor cores, asynchronous copies; listed_products.cuh
  *                            multiplies tiles, listed_packed.cuh knows the scales of int8
- *           listed_few.cuh   int8 and groups of up to eight heads
+ *           listed_warps.cuh   int8 and groups of up to eight heads
  *           listed_f32.cuh   f32 q, more rows than a 32-bit index can count, or rows of more
  *                            than 256 bytes where tiles are small
  *           listed.cuh       the source of keys, and what joins the parts of a list
@@ -20,7 +20,7 @@
 
 #include "cuda/attention/hook_launch.cuh"
 #include "cuda/attention/listed_f32.cuh"
-#include "cuda/attention/listed_few.cuh"
+#include "cuda/attention/listed_warps.cuh"
 #include "cuda/attention/listed_mma.cuh"
 
 namespace kvl {
@@ -88,16 +88,17 @@ int launch_mma(const hooked &h, const kvl_cuda_queue *q) {
   });
 }
 
-template <class T, class C, int D> int launch_few(const hooked &h, const kvl_cuda_queue *q) {
+template <class T, class C, int D>
+int launch_warps(const hooked &h, const kvl_cuda_queue *q) {
   char name[64];
-  snprintf(name, sizeof name, "listed_few_%s_%d%s", type_name<T>, D, codec_suffix<C>);
+  snprintf(name, sizeof name, "listed_warps_%s_%d%s", type_name<T>, D, codec_suffix<C>);
   return with_tiles(q->code, [&](auto tiles) {
-    using shape = few_shape<D, C, tiles.value>;
+    using shape = warps_shape<D, C, tiles.value>;
     static_assert(fits(tiles.value,
-                       shape::SHARED_BYTES + shape::WARPS * sizeof(few_tiles<shape>) + 1024,
+                       shape::SHARED_BYTES + shape::WARPS * sizeof(warp_tiles<shape>) + 1024,
                        shape::THREADS));
-    return launch<listed_few<T, C, D>>(h, name, shape::ROWS, shape::KEYS * shape::WARPS / 2,
-                                       shape::THREADS, shape::SHARED_BYTES, q);
+    return launch<listed_warps<T, C, D>>(h, name, shape::ROWS, shape::KEYS * shape::WARPS / 2,
+                                         shape::THREADS, shape::SHARED_BYTES, q);
   });
 }
 
@@ -105,7 +106,7 @@ template <class T, class C, int D>
 int launch_group(const hooked &h, const kvl_cuda_queue *q) {
   const int64_t group = h.base.heads / h.base.cache.kv_heads;
   if constexpr (packs<C>) {
-    if (group <= 8) return launch_few<T, C, D>(h, q);
+    if (group <= 8) return launch_warps<T, C, D>(h, q);
   }
   if (group <= 16) return launch_mma<T, C, D, 1>(h, q);
   if (group <= 32) return launch_mma<T, C, D, 2>(h, q);

@@ -118,10 +118,11 @@ local function listed_kernel(dim, group, q, kv, last, mend, target)
         ("f32_listed<%s, %d, %d>"):format(CPP[kv], size, rows))
   end
   if pages.CODECS[kv].packs and group <= 8 then
-    return "listed_few", LISTED_SHAPE:format(("few_shape<%d, %s>"):format(size, CPP[kv]))
+    local shape = ("warps_shape<%d, %s>"):format(size, CPP[kv])
+    return "listed_warps", LISTED_SHAPE:format(shape)
       .. LISTED:format("shape::THREADS", "shape::BLOCKS",
-        ("listed_few_%s_%d%s"):format(SHORT[q], size, last),
-        ("few<%s, %s, %d>"):format(CPP[q], CPP[kv], size)) .. mend
+        ("listed_warps_%s_%d%s"):format(SHORT[q], size, last),
+        ("listed_by_warps<%s, %s, %d>"):format(CPP[q], CPP[kv], size)) .. mend
   end
   local warps = group <= 16 and 1 or group <= 32 and 2 or 4
   return "listed_mma",

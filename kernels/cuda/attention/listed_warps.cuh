@@ -6,15 +6,15 @@
  * and computes a tile while the next one comes. Each lane looks up one key of a tile. The
  * three steps of that (the key's entry, its block, its row) each have a tile's time to wait
  * for memory. Warps meet only at the end, when their softmaxes are joined. */
-#ifndef KVL_CUDA_LISTED_FEW_CUH
-#define KVL_CUDA_LISTED_FEW_CUH
+#ifndef KVL_CUDA_LISTED_WARPS_CUH
+#define KVL_CUDA_LISTED_WARPS_CUH
 
 #include "cuda/attention/listed_packed.cuh"
 #include "cuda/attention/packed_rows.cuh"
 
 namespace kvl {
 
-template <int D, class C, tile_size TILES = TILES_HERE> struct few_shape {
+template <int D, class C, tile_size TILES = TILES_HERE> struct warps_shape {
   static constexpr int KEYS = WARP, ROWS = 8, WORDS = 1, GROUPS = D / PACKED_GROUP;
   static constexpr int PIECES = D / 16, TILE_BYTES = KEYS * PIECES * 16;
   static constexpr int STAGES = D <= 64 ? 3 : 2, SLOTS = STAGES;
@@ -28,21 +28,21 @@ template <int D, class C, tile_size TILES = TILES_HERE> struct few_shape {
 
 /* What a warp knows about the tiles in its ring. Keys are in the order of a lane's four: key k
  * of a tile is at k % 8 * 4 + k / 8. */
-template <class shape> struct few_tiles : listed_scales<shape> {
+template <class shape> struct warp_tiles : listed_scales<shape> {
   alignas(16) int index[shape::STAGES][shape::KEYS]; /* -1: not seen */
   unsigned seen[shape::STAGES];                      /* bit k: key k is seen */
 };
 
 template <class T, class C, int D, class H>
-struct few_warp : packed_rows<T, D, C, 8, few_shape<D, C>::PIECES> {
-  using shape = few_shape<D, C>;
+struct lone_warp : packed_rows<T, D, C, 8, warps_shape<D, C>::PIECES> {
+  using shape = warps_shape<D, C>;
   using of_rows = packed_rows<T, D, C, 8, shape::PIECES>;
   using of_rows::lane;
   static constexpr int PIECES = shape::PIECES, SIDE = WARP / PIECES;
   using tile_scores = typename of_rows::tile_scores;
 
   const listed_keys<> &keys;
-  few_tiles<shape> &tiles;
+  warp_tiles<shape> &tiles;
   const H &hook;
   const int64_t row0; /* of [tokens, heads]: the group's first */
   const int count;    /* heads of the group */
@@ -52,9 +52,9 @@ struct few_warp : packed_rows<T, D, C, 8, few_shape<D, C>::PIECES> {
   int token, said; /* of the next tile to copy, */
   int entry;       /* and of the one after it */
 
-  __device__ __forceinline__ few_warp(const listed_keys<> &keys_, few_tiles<shape> &tiles_,
-                                      const H &hook_, int64_t row0_, int count_,
-                                      uint32_t ring_, int end_)
+  __device__ __forceinline__ lone_warp(const listed_keys<> &keys_, warp_tiles<shape> &tiles_,
+                                       const H &hook_, int64_t row0_, int count_,
+                                       uint32_t ring_, int end_)
       : keys(keys_), tiles(tiles_), hook(hook_), row0(row0_), count(count_), rule(keys_.a),
         ring(ring_), end(end_) {}
 
@@ -104,7 +104,7 @@ struct few_warp : packed_rows<T, D, C, 8, few_shape<D, C>::PIECES> {
   /* ---- computing ---- */
 
   struct scales { /* of a stage's keys, or of its values */
-    const few_tiles<shape> &tiles;
+    const warp_tiles<shape> &tiles;
     const int stage, groups;
     const bool is_value;
     __device__ __forceinline__ void of_four(float (&x)[4], int group) const {
@@ -175,12 +175,12 @@ struct few_warp : packed_rows<T, D, C, 8, few_shape<D, C>::PIECES> {
 };
 
 template <class T, class C, int D, class H>
-__device__ __forceinline__ void few(const kvl_paged_attention_args &a,
-                                    const listed_plan &plan, const H &hook) {
-  using shape = few_shape<D, C>;
+__device__ __forceinline__ void listed_by_warps(const kvl_paged_attention_args &a,
+                                                const listed_plan &plan, const H &hook) {
+  using shape = warps_shape<D, C>;
   constexpr int WARPS = shape::WARPS, ROWS = shape::ROWS;
   extern __shared__ __align__(128) char shared[];
-  __shared__ few_tiles<shape> tiles[WARPS];
+  __shared__ warp_tiles<shape> tiles[WARPS];
   __shared__ float2 states[WARPS * ROWS]; /* (m, l) of the warps' rows */
   const int64_t token = plan.token();
   const int kv_head = plan.kv_head(), warp = threadIdx.x / WARP;
@@ -192,8 +192,8 @@ __device__ __forceinline__ void few(const kvl_paged_attention_args &a,
   if (keys.keys == 0) share.end = share.begin;
   const int group = (uint32_t)a.heads / (uint32_t)a.cache.kv_heads;
   const int64_t row0 = token * a.heads + kv_head * group;
-  few_warp<T, C, D, H> rows(keys, tiles[warp], hook, row0, group,
-                            shared_address(shared + warp * shape::RING_BYTES), share.end);
+  lone_warp<T, C, D, H> rows(keys, tiles[warp], hook, row0, group,
+                             shared_address(shared + warp * shape::RING_BYTES), share.end);
   rows.ask(share.begin + warp);
   rows.run(share.begin + warp);
   let_next_start();
@@ -205,10 +205,10 @@ __device__ __forceinline__ void few(const kvl_paged_attention_args &a,
 }
 
 template <class T, class C, int D>
-__global__ void __launch_bounds__(few_shape<D, C>::THREADS, few_shape<D, C>::BLOCKS)
-    listed_few(const __grid_constant__ kvl_paged_attention_args a,
-               const __grid_constant__ listed_plan plan) {
-  few<T, C, D>(a, plan, no_hook());
+__global__ void __launch_bounds__(warps_shape<D, C>::THREADS, warps_shape<D, C>::BLOCKS)
+    listed_warps(const __grid_constant__ kvl_paged_attention_args a,
+                 const __grid_constant__ listed_plan plan) {
+  listed_by_warps<T, C, D>(a, plan, no_hook());
 }
 
 }  // namespace kvl
