@@ -1,9 +1,9 @@
 --- Cliffs: shapes that take much longer than the shapes beside them. Each walk varies
 -- what a user may vary, beside what was tuned: head_dim, heads on a KV head, block size,
--- new tokens, sequences, context, features, formats, hooks, lists, latents, top-k, scores
--- and appends. bench/lib/walk.lua says which points are compared, and when a point is a
--- cliff. `kvlab bench cliffs` runs all walks and `kvlab bench C1` one of them; `kvlab
--- bench` without names runs none.
+-- prompts, new tokens, sequences, context, features, formats, hooks, lists, latents,
+-- top-k, scores and appends. bench/lib/walk.lua says which points are compared, and when
+-- a point is a cliff. `kvlab bench cliffs` runs all walks and `kvlab bench C1` one of
+-- them; `kvlab bench` without names runs none.
 --
 -- The work of attention is bytes and flops, as bench/lib/attention.lua counts them. The
 -- work of scores is the bytes of summaries or keys, and 2 flops for each of their numbers
@@ -40,6 +40,7 @@ local function attend(base)
     local o = {}
     for name, value in pairs(base) do o[name] = value end
     for name, value in pairs(at) do o[FIELDS[name] or name] = value end
+    if at.prompt then o.chunk, o.len = at.prompt, at.prompt end
     if at.per_kv_head then o.heads = o.per_kv_head * (o.kv_heads or KV_HEADS) end
     if at.features then
       o.alibi = at.features:find "ALiBi" and true or nil
@@ -237,4 +238,6 @@ return function(b)
     no_such_dim)
   walk("C20", "appends by tokens", { FORMATS, ops,
     { "tokens", 1, 2, 4, 8, 16, 17, 64, 256, 1024, 4096 } }, append())
+  walk("C21", "prompts", { { "head_dim", 64, 128, 256 }, { "per_kv_head", 1, 4 },
+    lengths("prompt", 128, 256, 512, 1024, 2048, 4096) }, attend {})
 end

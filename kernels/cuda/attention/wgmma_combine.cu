@@ -27,6 +27,7 @@ struct combined_item {
     if (rows.count == 0) return;
     wait_for_previous(); /* after the first time this costs nothing */
     const uint32_t total = plan.firsts[plan.entries], before = plan.firsts[entry];
+    if (total == ALL_WHOLE) return;
     const uint32_t tiles = (plan.firsts[entry + 1] - before) / plan.groups();
     const uint32_t shares = shares_used(plan, total), first = before + group * tiles;
     share = share_of(total, first, shares);
@@ -58,12 +59,14 @@ struct combined_item {
  * again if that is necessary (paged_mend.cuh); with a hook, it notes the row. After an
  * attention with few rows the kernel starts early, as paged_combine does, so what it does
  * before its wait costs nothing.
- * BY_ITEM: a thread block has one item after the other. To find out that an item is whole
- * takes longer than to join a row, so this is for more items than shares. */
+ * BY_ITEM: a thread block has some rows of one item after the other, each item's in `slices`.
+ * To find out where an item's parts are takes longer than to join a row, so this is for many
+ * more rows than the device has warps, and for more items than shares. */
 template <class T, class C, int MOST, bool BY_ITEM>
 __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     wgmma_combine(const __grid_constant__ kvl_paged_attention_args a,
-                  const __grid_constant__ wgmma_plan plan, int dim_lanes, bool hooked) {
+                  const __grid_constant__ wgmma_plan plan, int dim_lanes, int slices,
+                  bool hooked) {
 #if KVL_SM90A
   let_next_start();
   const combine_lanes lanes(dim_lanes);
@@ -80,18 +83,21 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     return mends && !hooked;
   };
   if constexpr (BY_ITEM) {
-    for (int i = blockIdx.x; i < items; i += gridDim.x) {
-      const combined_item item(a, plan, i / plan.lanes, i % plan.lanes);
+    const int rows_each = (plan.rows + slices - 1) / slices;
+    for (int i = blockIdx.x; i < items * slices; i += gridDim.x) {
+      const int of = i / slices, entry = of / plan.lanes,
+                first = (i - of * slices) * rows_each;
+      const combined_item item(a, plan, entry, of - entry * plan.lanes);
+      const int end = min(item.rows.count, first + rows_each), rows = end - first;
       const bool whole = item.count == 1;
-      const int steps = whole ? (item.rows.count + WARP - 1) / WARP
-                              : item.rows.count * pieces;
+      const int steps = whole ? (rows + WARP - 1) / WARP : rows * pieces;
       for (int step = warp; step < steps; step += COMBINE_WARPS) {
-        const int r = whole ? step * WARP : step / pieces;
+        const int r = first + (whole ? step * WARP : step / pieces);
         uint32_t rest; /* bit n: row r + n has to be computed again */
         if (whole)
-          rest = __ballot_sync(ALL_LANES, !hooked && r + lane < item.rows.count &&
-                                              plan.notes[item.row(a, r + lane)]);
-        else rest = join(item, r, step - r * pieces);
+          rest = __ballot_sync(
+              ALL_LANES, !hooked && r + lane < end && plan.notes[item.row(a, r + lane)]);
+        else rest = join(item, r, step % pieces);
         for (; rest; rest &= rest - 1) again(item.row(a, r + __ffs(rest) - 1));
       }
     }
@@ -118,13 +124,18 @@ int launch_codec(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool
   const int64_t items = (int64_t)plan.entries * plan.lanes, full = 4 * (int64_t)q->sm_count;
   const int parts = plan.shares * plan.side, dim_lanes = combine_dim_lanes(parts / items + 2);
   const int64_t warps = items * plan.rows * ceil_div(a.cache.value.dim / 4, dim_lanes);
+  /* Rows of latents are long: then it wins to have more warps that find out the same. */
+  const bool is_many = MOST <= 256 && warps > 3 * full * COMBINE_WARPS;
+  int slices = 1;
+  while (is_many && slices * items < full && slices * COMBINE_WARPS < plan.rows) slices++;
   auto launch = [&](auto kernel, int64_t blocks, int status) {
     if (status < 0) return status;
     return launch_programmatic(kernel, (unsigned)(blocks < full ? blocks : full),
-                               COMBINE_WARPS * WARP, 0, q, a, plan, dim_lanes, hooked);
+                               COMBINE_WARPS * WARP, 0, q, a, plan, dim_lanes, slices,
+                               hooked);
   };
-  if (items > parts)
-    return launch(wgmma_combine<T, C, MOST, true>, items,
+  if (items > parts || is_many)
+    return launch(wgmma_combine<T, C, MOST, true>, slices * items,
                   prefer_shared<wgmma_combine<T, C, MOST, true>>(q));
   return launch(wgmma_combine<T, C, MOST, false>, ceil_div(warps, COMBINE_WARPS),
                 prefer_shared<wgmma_combine<T, C, MOST, false>>(q));

@@ -10,10 +10,11 @@
  *            heads, the order is reversed in every round, so that every thread block gets
  *            long and short items; otherwise a counter says which thread block takes which
  *            item.
- *   divided  for few new tokens over many keys. The tiles of keys of all items, in order, are
- *            cut into equal shares, one for each thread block. An item within one share is
- *            finished there. The shares of other items leave partial softmaxes in the
- *            workspace, and wgmma_combine joins them in the order of shares.
+ *   divided  for fewer items. The tiles of keys of all items, in order, are cut into equal
+ *            shares, one for each thread block. An item within one share is finished there.
+ *            The shares of other items leave partial softmaxes in the workspace, and
+ *            wgmma_combine joins them in the order of shares. Items of few keys stay whole
+ *            here, too: then partial results would take longer than SMs without work.
  * All sizes that the host does not know are read on the device, so a recorded launch serves
  * later steps. */
 #ifndef KVL_CUDA_WGMMA_PLAN_CUH
@@ -144,13 +145,16 @@ struct wgmma_plan {
   int side, shares, least, rows;
   float *out;       /* [2 * shares, side, rows, value dim] */
   float *lse;       /* [2 * shares, side, rows], in base 2 */
-  uint32_t *firsts; /* [entries + 1]: the tiles before each entry, and all of them */
+  uint32_t *firsts; /* [entries + 1]: the tiles before each entry, and all of them, or
+                     * ALL_WHOLE if no item is cut */
   __host__ __device__ int groups() const { return lanes / side; }
   /* The index of a partial result; starts: the item begins in the share. */
   __device__ int part(int share, int beside, bool starts) const {
     return (starts ? shares + share : share) * side + beside;
   }
 };
+
+constexpr uint32_t ALL_WHOLE = 0;
 
 /* Share c of n begins at tile total * c / n. (If only the first shares had one tile more,
  * tiles of tokens of one sequence would not read the same keys at the same time.) */
@@ -336,6 +340,33 @@ __device__ void each_item(const kvl_paged_attention_args &a, const wgmma_plan &p
   }
 }
 
+/* How the thread blocks of divided work take items if all of them stay whole: in rounds,
+ * every second one in the opposite order, and the last tokens of a sequence first, which have
+ * the most keys. */
+struct whole_items {
+  int there = 0, items = 0; /* entries with tokens; items */
+  int rounds = 0;           /* 0: items are cut */
+  whole_items() = default;
+  /* Compares the most tiles that a thread block would have, about, with those of a share and
+   * the time of its partial results, which is that of 8 tiles, and 16 for each item of a
+   * share. longest, shortest: tiles of an item. */
+  __device__ whole_items(const kvl_paged_attention_args &a, const wgmma_plan &plan,
+                         int there_, int longest, int shortest, uint32_t total, int shares)
+      : there(there_), items(there_ * plan.lanes) {
+    const int grid = gridDim.x, per = total / shares;
+    const int join = 8 * shares * plan.side + 16 * items;
+    if ((longest - per) * grid > join) return;
+    const int all = (items + grid - 1) / grid;
+    const bool cuts = longest != shortest || (uint32_t)(per * shares) != total ||
+                      per % longest;
+    if (!cuts && per <= all * longest) return;
+    int most = all * longest;
+    if (all == 2 && a.seqs == 1) /* then lengths are evenly spread */
+      most = max(longest, 2 * longest - 2 * grid * (longest - shortest) / items);
+    if ((most - per) * grid <= join) rounds = all;
+  }
+};
+
 /* Calls give(work) for the pieces of this thread block's share. A warp calls it; its lanes
  * look at 32 entries together. */
 template <class shape, class F>
@@ -353,35 +384,59 @@ __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &
     upto = warp_scan(mine);
   };
   uint32_t total = 0;
+  int there = 0, longest = 0, shortest = INT_MAX; /* entries with tokens; tiles of an item */
   for (int e = 0; e < plan.entries; e += WARP) {
     look(e);
     if (blockIdx.x == 0 && e + lane < plan.entries)
       plan.firsts[e + lane] = total + upto - mine;
     total += __shfl_sync(ALL_LANES, upto, WARP - 1);
+    there += __popc(__ballot_sync(ALL_LANES, w.tokens > 0));
+    longest = __reduce_max_sync(ALL_LANES, w.tokens > 0 ? w.tiles : longest);
+    shortest = __reduce_min_sync(ALL_LANES, w.tokens > 0 ? w.tiles : shortest);
   }
-  if (blockIdx.x == 0 && lane == 0) plan.firsts[plan.entries] = total;
   const int shares = shares_used(plan, total);
-  if (share >= shares || total == 0) return;
+  whole_items whole;
+  if (!shape::LATENTS && total > 0)
+    whole = whole_items(a, plan, there, longest, shortest, total, shares);
+  if (blockIdx.x == 0 && lane == 0)
+    plan.firsts[plan.entries] = whole.rounds > 0 ? ALL_WHOLE : total;
+  if (total == 0 || (share >= shares && whole.rounds == 0)) return;
   uint32_t at = share_begin(total, share, shares), before = 0;
   const uint32_t end = share_begin(total, share + 1, shares);
-  for (int e = 0; at < end; e += WARP) {
+  for (int e = 0, entries = 0; whole.rounds > 0 ? e < plan.entries : at < end; e += WARP) {
     if (plan.entries > WARP) look(e);
+    const unsigned have = __ballot_sync(ALL_LANES, w.tokens > 0);
     const uint32_t here = before + __shfl_sync(ALL_LANES, upto, WARP - 1);
-    while (at < end && at < here) {
-      const int from = __ffs(__ballot_sync(ALL_LANES, before + upto > at)) - 1;
-      wgmma_work piece = w.of_lane(from);
-      const uint32_t first = before + __shfl_sync(ALL_LANES, upto - mine, from);
-      const int group = (at - first) / piece.tiles;
-      const int begin = (at - first) - group * piece.tiles;
-      const int count = min(piece.tiles - begin, (int)(end - at));
-      piece.set_lane(a, plan, group * plan.side + beside, shape::ROWS);
-      if (count < piece.tiles) piece.part = plan.part(share, beside, begin == 0);
-      piece.first_key += begin * shape::KEYS;
-      piece.tiles = count;
-      at += count;
+    for (int round = 0;; round++) {
+      wgmma_work piece;
+      if (whole.rounds > 0) {
+        if (round == whole.rounds) break;
+        const int back = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+        const int item = round * (int)gridDim.x + back, nth_back = item / plan.lanes;
+        const int nth = whole.there - 1 - nth_back - entries; /* of those in `have` */
+        if (item >= whole.items || nth < 0 || nth >= __popc(have)) continue;
+        unsigned from = have;
+        for (int i = 0; i < nth; i++) from &= from - 1;
+        piece = w.of_lane(__ffs(from) - 1);
+        piece.set_lane(a, plan, item - nth_back * plan.lanes, shape::ROWS);
+      } else {
+        if (at >= end || at >= here) break;
+        const int from = __ffs(__ballot_sync(ALL_LANES, before + upto > at)) - 1;
+        piece = w.of_lane(from);
+        const uint32_t first = before + __shfl_sync(ALL_LANES, upto - mine, from);
+        const int group = (at - first) / piece.tiles;
+        const int begin = (at - first) - group * piece.tiles;
+        const int count = min(piece.tiles - begin, (int)(end - at));
+        piece.set_lane(a, plan, group * plan.side + beside, shape::ROWS);
+        if (count < piece.tiles) piece.part = plan.part(share, beside, begin == 0);
+        piece.first_key += begin * shape::KEYS;
+        piece.tiles = count;
+        at += count;
+      }
       give(piece);
     }
     before = here;
+    entries += __popc(have);
   }
 }
 
