@@ -304,8 +304,9 @@ int kvl_topk(const kvl_tensor *a, int which, const kvl_tensor *values,
              const kvl_tensor *indices);
 /* out = a @ b, or a @ b^T with transpose_b. Sums are accumulated in fp32.
  *  a    f32 f16 bf16  [m, k] or [batch, m, k]
- *  b    like a        [k, n] ([n, k] if transposed): 2-D for every batch, or [batch, ...]
- *  out  like a, or f32  [m, n] or [batch, m, n]
+ *  b    like a        [k, n] ([n, k] if transposed), or [batch, ...]
+ *  out  like a, or f32  [m, n], or [batch, m, n] if a or b is a batch: one without is the
+ *                     same for every batch
  * Two f8e4m3 tensors, [m, k] and a transposed [n, k], multiply into f32, f16 or bf16. k must
  * then be a multiple of 16 and n of 8, and every tensor must begin at a multiple of 16
  * bytes. Errors: UNSUPPORTED for f8e4m3 on a GPU before sm_89. */

@@ -5,7 +5,7 @@
 
 #include "base.h"
 
-/* Batch strides are in elements. With b_stride 0, all batches share b. */
+/* Batch strides are in elements. With a stride of 0, all batches share a or b. */
 struct kvl_matmul_args {
   const void *a, *b;
   void *out;

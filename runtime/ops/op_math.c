@@ -331,10 +331,11 @@ static void expect_f8_matmul(struct kvl__call *c, const kvl_tensor *a, const kvl
 int kvl_matmul(const kvl_tensor *a, const kvl_tensor *b, int transpose_b,
                const kvl_tensor *out) {
   struct kvl__call c = {.op = "matmul"};
-  int batched = a && a->ndim == 3, b_batched = b && b->ndim == 3;
+  const int a_batched = a && a->ndim == 3, b_batched = b && b->ndim == 3;
+  const int batched = a_batched || b_batched;
   int is_f8 = a && a->dtype == KVL_DTYPE_F8E4M3;
   kvl__arg(&c, "a", a, KVL__FLOAT | (transpose_b ? KVL__F8 : 0),
-           batched ? "batch m k" : "m k");
+           a_batched ? "batch m k" : "m k");
   if (b_batched) kvl__arg(&c, "b", b, kvl__like(a), transpose_b ? "batch n k" : "batch k n");
   else kvl__arg(&c, "b", b, kvl__like(a), transpose_b ? "n k" : "k n");
   kvl__arg(&c, "out", out, is_f8 ? KVL__FLOAT : kvl__like(a) | KVL__F32,
@@ -344,14 +345,14 @@ int kvl_matmul(const kvl_tensor *a, const kvl_tensor *b, int transpose_b,
   struct kvl_matmul_args args = {.a = a->ptr,
                                  .b = b->ptr,
                                  .out = out->ptr,
-                                 .batch = batched ? a->shape[0] : 1,
+                                 .batch = batched ? kvl__dim(&c, "batch") : 1,
                                  .m = kvl__dim(&c, "m"),
                                  .n = kvl__dim(&c, "n"),
                                  .k = kvl__dim(&c, "k"),
                                  .transpose_b = transpose_b != 0,
                                  .dtype = a->dtype,
                                  .out_dtype = out->dtype};
-  args.a_stride = args.m * args.k;
+  args.a_stride = a_batched ? args.m * args.k : 0;
   args.b_stride = b_batched ? args.n * args.k : 0;
   args.out_stride = args.m * args.n;
   if (args.batch > 1 && !b_batched) { /* b is shared: all rows of a form one matrix */

@@ -9,7 +9,7 @@ local reference = require "spec.reference.math"
 local cpu = kv.device "cpu"
 
 local function inputs(dtype, s)
-  local a_shape = s.batched and { s.batch, s.m, s.k } or { s.m, s.k }
+  local a_shape = s.batched and not s.a_shared and { s.batch, s.m, s.k } or { s.m, s.k }
   local b_shape = s.transposed and { s.n, s.k } or { s.k, s.n }
   if s.batched and not s.b_shared then table.insert(b_shape, 1, s.batch) end
   return S.randn(cpu, dtype, a_shape, 1), S.randn(cpu, dtype, b_shape, 2)
@@ -51,13 +51,13 @@ describe("matmul", function()
     end
   end
 
-  for _, shared in ipairs { true, false } do
+  for _, shared in ipairs { "a", "b", "nothing" } do
     for _, transposed in ipairs { true, false } do
       for _, size in ipairs { { 3, 2, 40, 24 }, { 2, 60, 33, 17 }, { 0, 2, 3, 4 } } do
-        check(("%d batches of %dx%dx%d%s%s"):format(size[1], size[2], size[3], size[4],
-          shared and ", one b" or "", transposed and ", b transposed" or ""),
-          "bf16", "f32", { batched = true, batch = size[1], m = size[2], n = size[3],
-            k = size[4], b_shared = shared, transposed = transposed })
+        check(("%d batches of %dx%dx%d, %s shared%s"):format(size[1], size[2], size[3],
+          size[4], shared, transposed and ", b transposed" or ""), "bf16", "f32",
+          { batched = true, batch = size[1], m = size[2], n = size[3], k = size[4],
+            a_shared = shared == "a", b_shared = shared == "b", transposed = transposed })
       end
     end
   end

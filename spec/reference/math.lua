@@ -241,16 +241,17 @@ end
 
 -- ---- products -------------------------------------------------------------------------
 
---- a [batch, m, k], b [batch or 1, k, n] or [.., n, k] transposed -> [batch, m, n]
+--- a [batch or 1, m, k], b [batch or 1, k, n] or [.., n, k] transposed -> [batch, m, n]
 function M.matmul(a, b, s)
-  local out, b_batch = {}, s.b_shared and 0 or s.k * s.n
+  local out, a_batch, b_batch = {}, s.a_shared and 0 or s.m * s.k,
+    s.b_shared and 0 or s.k * s.n
   for z = 0, s.batch - 1 do
     for i = 0, s.m - 1 do
       for j = 0, s.n - 1 do
         local sum = 0
         for l = 0, s.k - 1 do
           local at = s.transposed and j * s.k + l or l * s.n + j
-          sum = sum + a[(z * s.m + i) * s.k + l + 1] * b[z * b_batch + at + 1]
+          sum = sum + a[z * a_batch + i * s.k + l + 1] * b[z * b_batch + at + 1]
         end
         out[#out + 1] = sum
       end

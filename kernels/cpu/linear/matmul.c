@@ -1,5 +1,5 @@
 /* out = a b, or a b^T for transpose_b, for each matrix of the batch; fp32 accumulation.
- *   a    f32 f16 bf16 f8e4m3  [batch, m, k]
+ *   a    f32 f16 bf16 f8e4m3  [batch or 1, m, k]
  *   b    like a               [batch or 1, k, n], or [.., n, k] transposed
  *   out  like a, or f32; for f8e4m3: f32 f16 bf16  [batch, m, n]
  * 2 batch m n k operations.

@@ -1,7 +1,7 @@
 /* out = a @ b, or a @ b^T: cuBLAS, fp32 accumulation, no tf32 for f32.
  *   a    f32 f16 bf16   [batch, m, k]
- *   b    like a         [batch, k, n], or [batch, n, k] transposed; stride 0: one b for all
- *   out  like a or f32  [batch, m, n]
+ *   b    like a         [batch, k, n], or [batch, n, k] transposed
+ *   out  like a or f32  [batch, m, n]; a stride of 0: one a, or one b, for all
  * and f8e4m3 with b transposed, k a multiple of 16, n of 8 and everything 16-byte aligned:
  *   out  f32 f16 bf16
  * The few rows of a decode step go to linear_wgmma.cuh, or to matvec.cuh where that cannot

@@ -280,13 +280,15 @@ local function matmul(a, b, transpose, out)
   if not out then
     local dims = a:dims()
     dims[#dims] = b:size(transpose and -2 or -1)
+    if #dims == 2 and b.ndim == 3 then table.insert(dims, 1, b:size(0)) end
     out = reshaped_like(a, dims)
   end
   check(C.kvl_matmul(a, b, transpose and 1 or 0, out), 3)
   return out
 end
 
---- t @ b: [m, k] by [k, n], or batches of them.
+--- t @ b: [m, k] by [k, n], or batches of them; one that is no batch is used for all of
+-- the other.
 function methods.matmul(t, b, out) return matmul(t, b, false, out) end
 --- t @ b^T: [m, k] by [n, k], as weights are stored.
 function methods.matmul_t(t, b, out) return matmul(t, b, true, out) end
