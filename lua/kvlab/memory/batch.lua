@@ -51,6 +51,7 @@ Batch.__index = Batch
 local ALIGN = 16 -- i32 entries: every view starts at 64 bytes
 local TREE_WORDS = 2 -- at most: a draft tree has up to 128 tokens
 local UPLOADS = 4 -- the most host buffers on their way to the device
+local MOST_VIEWS = 16 -- sizes of steps whose views are kept
 
 -- ---- the layout -----------------------------------------------------------------------
 
@@ -164,7 +165,7 @@ function M.new(cache, limits)
     host_copies = ffi.new("int32_t[?]", 2 * seqs * all_cuts),
     handles = ffi.new("kvl_sequence *[?]", seqs),
     arrays = arrays_of(cache.tier, cache.tables ~= "one"), placement = {}, sizes = {},
-    layout = {}, uploads = {}, upload = 0, pads = {},
+    layout = {}, uploads = {}, upload = 0, pads = {}, views = {}, views_kept = 0,
   }, Batch)
   self.cuts = cache.tables ~= "one" and cuts.new(self, seqs, width) or nil
   local most = fill_sizes(self, {}, seqs, tokens, width,
@@ -190,18 +191,9 @@ local function next_upload(self)
   return upload
 end
 
---- Sends the first n entries of the host buffer to the device.
-local function send(self, upload, n)
-  if self.sized ~= n then
-    self.sized = nil
-    self.device_part = tensor.lasting(self.device_ints.narrow, self.device_ints, 0, n)
-    for i = 0, UPLOADS - 1 do
-      local memory = self.uploads[i].memory
-      self.uploads[i].part = tensor.lasting(memory.narrow, memory, 0, n)
-    end
-    self.sized = n
-  end
-  check(C.kvl_copy(upload.part, self.device_part))
+--- Sends the host buffer to the device, as far as the step has filled it.
+local function send(self, upload)
+  check(C.kvl_copy(self.sent[self.upload], self.sent.to))
   upload.sent:record(self.cache.device:stream())
 end
 
@@ -309,15 +301,35 @@ local function view_of(self, array)
   return self.device_ints:narrow(at, count):reshape(dims)
 end
 
---- Views of the device buffer.
-local function make_views(self)
-  for _, array in ipairs(self.arrays) do
-    local owner = array.owner and self[array.owner] or self
-    owner[array[1]] = view_of(self, array)
+--- Views for steps of the present sizes: of each array, and of what is sent.
+local function new_views(self)
+  local sent = { to = self.device_ints:narrow(0, self.entries) }
+  for i = 0, UPLOADS - 1 do
+    sent[i] = self.uploads[i].memory:narrow(0, self.entries)
   end
+  local views = { sent = sent }
+  for i, array in ipairs(self.arrays) do views[i] = view_of(self, array) or false end
+  return views
+end
+
+--- Takes the views for steps of the present sizes. Steps of a few sizes take turns, such
+-- as those that make drafts and verify them, so their views are kept.
+local function take_views(self)
   local s = self.sizes
-  self.width, self.touched = s.width, s.touched
-  if self.cuts then self.cuts:split() end
+  local key = ("%d %d %d %d %d %d"):format(s.count, s.tokens, s.width, s.touched,
+    s.copies, s.words)
+  local views = self.views[key]
+  if not views then
+    if self.views_kept == MOST_VIEWS then self.views, self.views_kept = {}, 0 end
+    views = tensor.lasting(new_views, self)
+    self.views[key], self.views_kept = views, self.views_kept + 1
+  end
+  for i, array in ipairs(self.arrays) do
+    local owner = array.owner and self[array.owner] or self
+    owner[array[1]] = views[i] or nil
+  end
+  self.sent, self.width, self.touched = views.sent, s.width, s.touched
+  if self.cuts then tensor.lasting(self.cuts.split, self.cuts) end
   self.tokens_count = s.tokens -- set last, because it says that everything is there
 end
 
@@ -459,8 +471,8 @@ local function append(self, seqs, counts, total, tokens, parents, is_padded, rep
   fill_host(self, counts, tokens, copies, parents)
   if self.cuts then self.cuts:fill(counts) end
   self.cache.tier:place(self)
-  send(self, upload, self.entries)
-  if not self.tokens_count then tensor.lasting(make_views, self) end
+  if not self.tokens_count then take_views(self) end
+  send(self, upload)
   if self.cuts then self.cuts:send() end
   if copies > 0 then self.cache:copy_blocks(self.copy_from, self.copy_to) end
 end

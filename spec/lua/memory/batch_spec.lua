@@ -13,7 +13,7 @@ local function arrays(b)
   local list = {}
   for _, owner in ipairs { b, b.placement } do
     for name, value in pairs(owner) do
-      if kv.is_tensor(value) and name ~= "device_ints" and name ~= "device_part" then
+      if kv.is_tensor(value) and name ~= "device_ints" then
         local at = tonumber(ffi.cast("intptr_t", value.ptr)
           - ffi.cast("intptr_t", b.device_ints.ptr))
         list[#list + 1] = { name = name, from = at, to = at + value:bytes() }
