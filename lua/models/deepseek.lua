@@ -5,7 +5,8 @@
 --   local deepseek = require "models.deepseek"
 --   local model = deepseek.load("path/to/folder", { device = "cpu" })
 --
--- Attention is computed in the absorbed form. The cache holds one latent for a token and
+-- Attention is computed in the absorbed form, but in prefills that expand latents (see
+-- Attention:expands). The cache holds one latent for a token and
 -- layer, which all heads share: kv_lora_rank normed numbers, from which the matrices W_UK
 -- and W_UV of a head would make its key and its value, and qk_rope_head_dim rotated ones.
 -- Since q . (W_UK c) = (q W_UK) . c, a head's query is multiplied with W_UK in place of
@@ -264,6 +265,10 @@ end
 
 local function build(c, o, file)
   local self = parts.load(c, o, file, Model)
+  self.matrices = {}
+  for i, layer in pairs(self.layers) do
+    self.matrices[i] = { keys = layer.uk, values = layer.uv }
+  end
   if c.index then
     self.attention_options.index = { heads = c.index.heads, dim = c.index.dim }
   end
@@ -301,7 +306,7 @@ function Model:buffers()
   local sizes = experts.buffers(c)
   sizes.delta, sizes.x, sizes.h, sizes.gated = c.hidden, c.hidden, c.hidden, c.inner
   sizes.latents = (c.q_rank or 0) + c.head_dim
-  sizes.k, sizes.q = c.head_dim, c.heads * c.head_dim
+  sizes.k, sizes.q = c.head_dim, c.heads * math.max(c.head_dim, c.nope + c.turned)
   sizes.q_parts = c.heads * (c.nope + c.turned)
   if c.index then sizes.index_q = c.index.heads * c.index.dim end
   sizes.attended = c.heads * c.value_dim
@@ -366,10 +371,13 @@ function Model:views(buffers, n)
   s.latent, s.k_turned = s.latents[#s.latents - 1], s.latents[#s.latents]
   s.q_latent = c.q_rank and s.latents[1]
   s.q_turned = s.q_parts[2]:reshape { n, c.heads, c.turned }
-  s.absorbed = by_heads(c, buffers, n, s.q_parts[1]:reshape { n, c.heads, c.nope },
-    c.nope, c.value_dim)
+  s.q_plain = s.q_parts[1]:reshape { n, c.heads, c.nope }
+  s.absorbed = by_heads(c, buffers, n, s.q_plain, c.nope, c.value_dim)
   s.values = by_heads(c, buffers, n, s.attended, c.value_dim, c.v_dim)
   s.values_rows = s.values.out:reshape { n, c.heads * c.v_dim }
+  -- where a prefill expands latents
+  s.q_whole = first_of(buffers.q, n, c.heads, c.nope + c.turned)
+  s.values_out = s.values_rows:reshape { n, c.heads, c.v_dim }
   if c.index then s.index = index_views(c, self.device, buffers, n) end
   return s
 end
@@ -411,11 +419,17 @@ local function attend(self, i, w, s, attention)
   else
     linear(s.x, w.q, s.q_parts, "plain", w.norm, c.eps)
   end
+  local index = attention.reads_index and s.index
+    and compute_index(self, w, s, s.index) or nil
+  if attention:expands(self.matrices[i]) then
+    check(C.kvl_put_part(s.q_plain, 2, 0, s.q_whole))
+    check(C.kvl_put_part(s.q_turned, 2, c.nope, s.q_whole))
+    attention:forward(i, s.q_whole, s.k, nil, s.values_out, index, self.matrices[i])
+    return
+  end
   multiply(s.absorbed, w.uk)
   check(C.kvl_put_part(s.absorbed.out, 2, 0, s.q))
   check(C.kvl_put_part(s.q_turned, 2, c.value_dim, s.q))
-  local index = attention.reads_index and s.index
-    and compute_index(self, w, s, s.index) or nil
   attention:forward(i, s.q, s.k, nil, s.attended, index)
   multiply(s.values, w.uv, true)
 end

@@ -77,7 +77,7 @@ local OPTIONS = {
   policy = POLICY, prefill_policy = POLICY, draft_policy = POLICY,
   draft_reuse = options.boolean, blocks = options.count, block_size = options.count,
   max_seqs = options.count, chunk = options.count, max_blocks = options.count,
-  offload = OFFLOAD, graph = options.boolean,
+  offload = OFFLOAD, graph = options.boolean, expand = options.boolean,
   format = options.one_of(unpack(formats.NAMES)),
   tables = options.one_of("one", "layer", "head"),
 }
@@ -113,7 +113,7 @@ local function new_attention(self, policy, prefill_policy, draft_policy, reuse)
   return kv.attention(merged({
     cache = self.cache, heads = self.model.config.heads, max_seqs = self.max_seqs,
     max_blocks = self.max_blocks, decode_policy = policy, prefill_policy = prefill_policy,
-    draft_policy = draft_policy, draft_reuse = reuse,
+    draft_policy = draft_policy, draft_reuse = reuse, expand = self.expand,
   }, self.model.attention_options))
 end
 
@@ -128,7 +128,7 @@ end
 --                  dtype), tables: kv.cache's ("head" for a policy that evicts, else
 --                  "one"), offload: keeps KV in host memory, with these options of
 --                  kv.cache's offload, graph: records decode steps once and replays them
---                  (false)
+--                  (false), expand: kv.attention's, for models with latents
 ---@return models.Engine
 function M.new(model, o)
   o = options.check("engine", o, OPTIONS)
@@ -140,7 +140,7 @@ function M.new(model, o)
   local c, device, dtype = model.config, model.device, model.dtype
   local self = setmetatable({
     model = model, chunk = o.chunk or 512, max_seqs = o.max_seqs or 16,
-    max_blocks = o.max_blocks, uses_graphs = o.graph, views = {},
+    max_blocks = o.max_blocks, uses_graphs = o.graph, expand = o.expand, views = {},
     buffers = {}, logit_views = {}, ones = {},
   }, Engine)
   self.drafted = drafted_tokens.new(device, self.max_seqs)

@@ -3,6 +3,6 @@
 local kv = require "kvlab"
 
 return kv.policy.define {
-  name = "full", prefill = true, decode = true, own_bytes = 0,
+  name = "full", prefill = true, decode = true, dense = true, own_bytes = 0,
   select_blocks = function() return nil end,
 }

@@ -53,6 +53,20 @@ describe("a cache of a model with latents", function()
     end
   end)
 
+  it("gives the golden where prefills expand latents", function()
+    for _, name in ipairs(NAMES) do
+      local golden = read(folder(name) .. "/golden.json")
+      for _, chunk in ipairs { 512, 17, 1 } do
+        local engine = load(name):engine { blocks = 16, block_size = 8, expand = true,
+                                           chunk = chunk }
+        local seq = engine:sequence()
+        check(golden, engine:prefill_all(seq, first(golden.tokens, 39)), 1,
+          ("%s, chunk %d"):format(name, chunk))
+        check(golden, engine:decode({ seq }, { golden.tokens[40] }), 40, name)
+      end
+    end
+  end)
+
   it("gives the golden to policies whose budget is everything", function()
     for name, policies in pairs {
       deepseek_v2 = { quest = { ratio = 1 }, block_mean = { ratio = 1 },

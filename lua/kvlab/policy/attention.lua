@@ -23,6 +23,7 @@ local kernel_hook = require "kvlab.kernel.run.hook"
 local context = require "kvlab.policy.context"
 local draft_steps = require "kvlab.policy.draft_steps"
 local evictor = require "kvlab.policy.evictor"
+local expansion = require "kvlab.policy.expansion"
 local kept_selections = require "kvlab.policy.kept"
 local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
@@ -86,6 +87,7 @@ local OPTIONS = {
   index = options.nested { heads = options.required(options.count),
                            dim = options.required(options.count) },
   decode_through = options.one_of("ring", "hot"), draft_reuse = options.boolean,
+  expand = options.boolean,
 }
 
 -- The journal's entry for what a step may change.
@@ -171,7 +173,8 @@ end
 --                 decode_through: "hot" or "ring", for a cache that has both ("hot");
 --                 draft_reuse: the draft policy selects in the first step of a draft
 --                 alone, and the other steps read the same blocks, and the newest ones
---                 (false)
+--                 (false); expand: whether dense prefills over latents expand them, see
+--                 expands (where it takes less time)
 ---@return kvlab.Attention
 function M.attention(o)
   o = options.check("attention", o, OPTIONS)
@@ -244,6 +247,7 @@ function M.attention(o)
   self.context = context.new(self.shape, limits)
   self.dense_context = context.new(self.shape, limits)
   self.rows, self.scratches = rows.new(cache.device), {}
+  self.expansion = expansion.new(self, o)
   self.drafts = draft_steps.new(cache.journal, self.drafters)
   self.draft_rows = self.draft_policy and rows.new(cache.device)
   self.step = {}
@@ -389,6 +393,7 @@ function Attention:begin(batch, is_prefill, ends_prompts, draft, most)
   self.reuse_role = self.reuse and is_draft
     and self.reuse:role(draft, ctx, self.draft_rows.open_limit) or nil
   ctx.ends_prompts = self:each_head(ends_prompts)
+  self.expansion:begin(is_prefill and not self.probe and not self.hooks and batch or nil)
   if self.evictor then self.evictor:begin(ctx, batch) end
   if ctx.policy.step_begin then ctx.policy:step_begin(ctx) end
   for i = 1, is_prefill and #self.watchers or 0 do
@@ -495,6 +500,13 @@ local function attend_reusing(p, self, ctx, out)
   return self.reuse[self.reuse_role](self.reuse, p, self, ctx, out)
 end
 
+--- Whether the step that has begun expands latents. Then forward takes the layer's
+-- matrices, queries that were not multiplied with them, and an `out` for values that
+-- were. expansion.lua says when this is possible, and when it takes less time.
+---@param matrices kvlab.LatentMatrices  of a layer
+---@return boolean
+function Attention:expands(matrices) return self.expansion:takes(matrices) end
+
 --- Raises unless q has the heads that the attention was opened with.
 local function check_query(self, q)
   local heads, dim = self.shape.heads * self.shape.cut_heads, self.shape.head_dim
@@ -527,14 +539,24 @@ end
 --
 -- index is what the model's indexer made of the new tokens. It is needed while
 -- self.reads_index is true, and is ignored otherwise. With inv_freq, its q and k are
--- rotated in place.
+-- rotated in place. matrices are those of a layer whose latents are to be expanded.
 ---@param index? kvlab.Index
+---@param matrices? kvlab.LatentMatrices  if expands said so; then q is [tokens, heads,
+--                    numbers of an expanded key], and out [tokens, heads, numbers of an
+--                    expanded value], which must be given
 ---@return kvlab.Tensor out  [tokens, heads, head_dim], or value_dim in place of it
-function Attention:forward(layer, q, k, v, out, index)
+function Attention:forward(layer, q, k, v, out, index, matrices)
   local ctx = self.context
   local ev, p, cuts = ctx.event, ctx.policy, ctx.batch and ctx.batch.cuts
   if not p then options.fail "forward: no step has begun, expected begin before" end
-  check_query(self, q)
+  local inv_freq = self.inv_freqs and self.inv_freqs[layer]
+  if matrices then
+    self.expansion:check(q, matrices, out)
+    if inv_freq then self.expansion:rotate(q, k, inv_freq) end
+    inv_freq = nil
+  else
+    check_query(self, q)
+  end
   ev.layer = layer
   local wanted = out
   if cuts then
@@ -547,7 +569,7 @@ function Attention:forward(layer, q, k, v, out, index)
     ev.blocks, ev.num_tokens = cuts.blocks, cuts.block_tokens
   end
   ev.k, ev.k_blocks = self.cache.tier:append(layer, q, k, v, cuts or ctx.batch,
-    self.inv_freqs and self.inv_freqs[layer])
+    inv_freq)
   if self.reads_index then take_index(self, ctx, layer, index, cuts or ctx.batch) end
   -- A step that reads a draft's selection again calls no policy; the step that verifies
   -- the draft calls the hook. But if only some sequences continue the draft, they select.
@@ -572,7 +594,11 @@ function Attention:forward(layer, q, k, v, out, index)
   if self.reuse_role and compute ~= attend_window then compute = attend_reusing end
   for i = 1, #self.emitting do self.emitting[i]:forget() end
   local selection, counts, tokens
-  out, selection, counts, tokens = compute(p, self, ctx, out)
+  if matrices then
+    self.expansion:attend(layer, q, matrices, out)
+  else
+    out, selection, counts, tokens = compute(p, self, ctx, out)
+  end
   if ctx.reads and p.own_bytes and not p.kept and compute ~= attend_window then
     ctx.reads:own(p, ctx)
   end

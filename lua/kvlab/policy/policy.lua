@@ -111,6 +111,8 @@
 --                                          return true if the policy restored what it
 --                                          knew of it; otherwise it is shown the K, as in
 --                                          a prefill
+--     dense = true                         it always selects every block, so attention in
+--                                          prefill may have another form (expansion.lua)
 --     takes_less = true                    it may select fewer blocks than its budget
 --     complete = { p = 1 }                 options with which, and with the whole budget,
 --                                          its output is that of dense attention; false:
@@ -191,7 +193,7 @@ local FIELDS = {
   aliases = options.table, eager = options.boolean,
   watches_prompt = options.either(options.boolean, options.fn),
   by_token = options.either(options.boolean, options.fn),
-  takes_less = options.boolean, prompt_only = options.boolean,
+  dense = options.boolean, takes_less = options.boolean, prompt_only = options.boolean,
   own_bytes = options.either(options.not_negative, options.fn),
   summary = { "a table or a function", function(x)
     return type(x) == "table" or type(x) == "function"
