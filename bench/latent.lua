@@ -1,10 +1,12 @@
 --- Attention over latents (MLA, absorbed): all heads share bf16 keys of 576 numbers,
 -- whose first 512 numbers are the value; blocks of 64, random tables. Dense decode with
 -- many heads (M5) and few (M6), and lists of 2048 random tokens: in decode with 128 heads
--- (M1) and others (M2), and for rows of a prompt (M3). Limit: with up to 32 heads every
--- key once, at the read bandwidth of the same run; with more the GEMM of the same run.
--- Targets: times of FlashMLA on an H200, 2026-11-23, and shares of them. FlashMLA's lists
--- read f8 keys. Cases with -f8 have pages of f8_latent, 656 bytes a token.
+-- (M1) and others (M2), and for rows of a prompt (M3). The attention of a prefill, with
+-- the products by which latents are expanded, or queries and results absorbed (M7).
+-- Limit: with up to 32 heads every key once, at the read bandwidth of the same run; with
+-- more, and in a prefill, the GEMM of the same run. Targets: times of FlashMLA on an H200,
+-- 2026-11-23, and shares of them. FlashMLA's lists read f8 keys. Cases with -f8 have pages
+-- of f8_latent, 656 bytes a token.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 
@@ -79,6 +81,64 @@ local function latents(seqs, len, news, heads, k, codec)
   end
 end
 
+--- The attention of `count` new tokens behind `before` others. nope, v_dim: numbers of a
+-- head's key without the rotated ones, and of its value.
+local function prefill(heads, nope, v_dim, before, count, expand)
+  return function(b)
+    local dev, dtype = b.device, b.kind == "cpu" and "f32" or "bf16"
+    local blocks, rotated = math.ceil((before + count) / BLOCK), DIM - VALUE
+    local cache = kv.cache { device = dev, layers = 1, blocks = blocks,
+      block_size = BLOCK, format = dtype, kv_heads = 1, head_dim = DIM, value_dim = VALUE }
+    local function random(seed, ...)
+      return kv.randn(dev, "f32", { ... }, { seed = seed, std = 0.2 }):cast(dtype)
+    end
+    local matrices = { keys = random(1, heads, nope, VALUE),
+                       values = random(2, heads, v_dim, VALUE) }
+    local q, k = random(3, count, heads, nope + rotated), random(4, count, 1, DIM)
+    local seq = cache:sequence()
+    local batch = cache:batch { max_tokens = math.max(before, count),
+                                max_blocks = blocks }
+    if before > 0 then
+      batch:append({ seq }, { before })
+      kv.ops.append_kv(random(5, before, 1, DIM), nil, batch.places, cache:layer(0),
+        cache.format:of(0))
+    end
+    batch:append({ seq }, { count })
+    local function run_with(does_expand)
+      local attention = kv.attention { cache = cache, heads = heads, max_blocks = blocks,
+        scale = SCALE, expand = does_expand }
+      attention:begin(batch, true)
+      assert(attention:expands(matrices) == does_expand)
+      local out = kv.full(dev, dtype, { count, heads, v_dim }, 0 / 0)
+      if does_expand then
+        return function() attention:forward(0, q, k, nil, out, nil, matrices) end, out
+      end
+      local plain = q:narrow(0, nope, 2):transpose(0, 1)
+      local absorbed = kv.tensor(dev, dtype, { count, heads, DIM })
+      kv.check(kv.C.kvl_put_part(q:narrow(nope, rotated, 2), 2, VALUE, absorbed))
+      local by_head, sums = kv.tensor(dev, dtype, { heads, count, VALUE }),
+        kv.tensor(dev, dtype, { count, heads, VALUE })
+      local values = kv.tensor(dev, dtype, { heads, count, v_dim })
+      return function()
+        plain:matmul(matrices.keys, by_head):transpose(0, 1, sums)
+        kv.check(kv.C.kvl_put_part(sums, 2, 0, absorbed))
+        attention:forward(0, absorbed, k, nil, sums):transpose(0, 1, by_head)
+        by_head:matmul_t(matrices.values, values):transpose(0, 1, out)
+      end, out
+    end
+    local run, out = run_with(expand)
+    local pairs_seen, dim = count * (before + (count + 1) / 2), nope + rotated
+    local flops = expand and 2 * dim * (pairs_seen + (before + count) * DIM)
+      or pairs_seen * (DIM + VALUE) + count * VALUE * (nope + v_dim)
+    return { run = run, flops = 2 * heads * flops, limit = "T", check = function()
+      run()
+      local other, want = run_with(not expand)
+      other()
+      paged.expect("attention in the other form", out, want:cast "f32", 0.02)
+    end }
+  end
+end
+
 return function(b)
   local function length(n) return math.max(BLOCK, b:shrunk(n)) end
   local function dense(id, seqs, len, heads, us, news)
@@ -113,5 +173,17 @@ return function(b)
     b:case { id = "M3" .. suffix, target = { tflop_s = 600 },
       name = ("latents, 128 heads, %d listed for %d rows of a prompt"):format(k, rows),
       setup = latents(1, len, rows, 128, k, CODECS[suffix]) }
+  end
+  for _, shape in ipairs { { "GLM-4.7-Flash", 20, 192, 256 }, { "DeepSeek-V3", 128, 128,
+                                                                128 } } do
+    for _, before in ipairs { 0, 28672 } do
+      for _, expand in ipairs { false, true } do
+        local count, behind = length(4096), before > 0 and length(before) or 0
+        b:case { id = "M7",
+          name = ("latents of %s, prefill of %d behind %d, %s"):format(shape[1], count,
+            behind, expand and "expanded" or "absorbed"),
+          setup = prefill(shape[2], shape[3], shape[4], behind, count, expand) }
+      end
+    end
   end
 end
