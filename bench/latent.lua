@@ -4,9 +4,9 @@
 -- (M1) and others (M2), and for rows of a prompt (M3). The attention of a prefill, with
 -- the products by which latents are expanded, or queries and results absorbed (M7).
 -- Limit: with up to 32 heads every key once, at the read bandwidth of the same run; with
--- more, and in a prefill, the GEMM of the same run. Targets: times of FlashMLA on an H200,
--- 2026-11-23, and shares of them. FlashMLA's lists read f8 keys. Cases with -f8 have pages
--- of f8_latent, 656 bytes a token.
+-- more, and in a prefill, the GEMM of the same run. Targets: times of FlashMLA on an
+-- H200, 2026-11-23, and shares of them. FlashMLA's lists read f8 keys. Cases with -f8
+-- have pages of f8_latent, 656 bytes a token.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 
@@ -87,8 +87,8 @@ local function prefill(heads, nope, v_dim, before, count, expand)
   return function(b)
     local dev, dtype = b.device, b.kind == "cpu" and "f32" or "bf16"
     local blocks, rotated = math.ceil((before + count) / BLOCK), DIM - VALUE
-    local cache = kv.cache { device = dev, layers = 1, blocks = blocks,
-      block_size = BLOCK, format = dtype, kv_heads = 1, head_dim = DIM, value_dim = VALUE }
+    local cache = kv.cache { device = dev, format = dtype, layers = 1, blocks = blocks,
+      block_size = BLOCK, kv_heads = 1, head_dim = DIM, value_dim = VALUE }
     local function random(seed, ...)
       return kv.randn(dev, "f32", { ... }, { seed = seed, std = 0.2 }):cast(dtype)
     end
