@@ -32,7 +32,7 @@ return kv.policy.define {
             index_scale = one_of("f32", "ue8m0") },
   aliases = { index_topk = "tokens", index_layers = "reuse_layers" },
 
-  watches_prompt = function(o) return o.index == "model" end, -- it has no other keys
+  watches_prompt = function(o) return o.index == "model" and "blocks" end, -- of keys
   by_token = function(o) return o.granularity == "token" end,
 
   init = function(self, shape)

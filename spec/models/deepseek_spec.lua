@@ -181,6 +181,38 @@ support.each_device(function(dev)
       end
     end)
 
+    --- What a server says after `prompt`, and the request.
+    local function served(server, prompt, attention)
+      local r = assert(server:submit { tokens = prompt, max_tokens = 4,
+                                       attention = attention })
+      server:run()
+      return table.concat(r:output(), " "), r
+    end
+
+    it("shares blocks on a server with requests of the same policy", function()
+      local longer, other = first(tokens, 30), { tokens[1] + 1 }
+      longer[31], longer[32], longer[33] = 7, 9, 11
+      for i = 2, 20 do other[i] = tokens[i] end
+      local engine = sparse { blocks = 64 }
+      local server = kv.serve { engine = engine, max_seqs = 2 }
+      served(server, first(tokens, 30))
+      local said, request = served(server, longer)
+      assert.equal(3, request.blocks_shared)
+      local alone = kv.serve { engine = sparse { blocks = 64 }, max_seqs = 2 }
+      assert.equal(served(alone, longer), said)
+      -- blocks of another policy have no index keys, or old ones
+      local full = engine:attention_of(kv.policy "full")
+      local _, dense = served(server, other, full)
+      assert.equal(0, dense.blocks_shared)
+      said, request = served(server, other)
+      assert.equal(0, request.blocks_shared)
+      assert.equal(served(alone, other), said)
+      _, dense = served(server, longer, full)
+      assert.equal(4, dense.blocks_shared)
+      server:close()
+      alone:close()
+    end)
+
     it("is dense where the indexer selects all tokens", function()
       local engine = sparse { prefill_policy = dsa(40) }
       check(whole, engine:prefill_all(engine:sequence(), tokens), 1, "40 tokens")

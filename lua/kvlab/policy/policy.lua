@@ -128,7 +128,10 @@
 --                                          is uncounted: it takes part in no comparison
 --     watches_prompt = true                it needs the prompt's queries, or what their
 --                                          attention emits, so it cannot be attached
---                                          after the prefill. A function gets the options
+--                                          after the prefill. "blocks": all that it makes
+--                                          of them belongs to blocks, so sequences may
+--                                          share those that its steps computed. A
+--                                          function gets the options
 --     eager = true                         its Lua decides at each step what to launch,
 --                                          so no graph can record it
 --     reset(self)                          forget everything
@@ -191,7 +194,8 @@ local FIELDS = {
   name = options.required(options.string), prefill = options.boolean,
   decode = options.boolean, defaults = options.table, takes = options.table,
   aliases = options.table, eager = options.boolean,
-  watches_prompt = options.either(options.boolean, options.fn),
+  watches_prompt = options.either(options.either(options.boolean,
+    options.one_of("blocks")), options.fn),
   by_token = options.either(options.boolean, options.fn),
   dense = options.boolean, takes_less = options.boolean, prompt_only = options.boolean,
   own_bytes = options.either(options.not_negative, options.fn),
@@ -729,7 +733,9 @@ local function put_inside(outer, name, inner)
       end
     end
   end
-  outer.watches_prompt = outer.watches_prompt or inner.watches_prompt
+  if inner.watches_prompt == true or not outer.watches_prompt then
+    outer.watches_prompt = inner.watches_prompt
+  end
   outer.reads_index = outer.reads_index or inner.reads_index
   outer.eager = outer.eager or inner.eager
   return inner

@@ -93,11 +93,15 @@ function Attention:keep(key, block)
   end)
 end
 
---- Whether a policy needs the queries of prompts, so that all of a prompt is computed.
----@return boolean
+--- Whether a policy needs the queries of prompts, so that all of a prompt is computed;
+-- "blocks": all of it but blocks that a step of this attention has computed.
+---@return boolean|string
 function Attention:watches_prompts()
   local watches = false
-  each_policy(self, function(p) watches = watches or p.watches_prompt or false end)
+  each_policy(self, function(p)
+    local own = p.watches_prompt or false
+    if own == true or not watches then watches = own end
+  end)
   return watches
 end
 

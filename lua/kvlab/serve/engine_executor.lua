@@ -114,7 +114,9 @@ function EngineExecutor:admit_keys(r, o)
     attention = self.engine:drafting(attention, d.policy, d.key, d.reuses)
   end
   attention.hooks, r.attention = self.hooks, attention
-  r.reads_prompt = r.prompt_logprobs ~= nil or attention:watches_prompts()
+  local watches = attention:watches_prompts()
+  r.reads_prompt = r.prompt_logprobs ~= nil or watches == true
+  r.shares_seen = watches == "blocks"
   if self.memory.tables ~= "one" then return self:expect_no_sharing(r, o) end
   local size = self.memory.block_size
   local most = r.num_tokens + r.max_tokens + (d and draft.MOST or 0)
@@ -144,6 +146,12 @@ local function seen_by(self, attention)
     self.seen[attention] = seen
   end
   return seen
+end
+
+--- The blocks that a request may share, with their keys, if these are not all: those
+-- whose computation its attention's policies have seen.
+function EngineExecutor:shared_only(r)
+  return r.shares_seen and seen_by(self, r.attention) or nil
 end
 
 --- Called when a block has been computed: puts it into the store if it is not there yet,

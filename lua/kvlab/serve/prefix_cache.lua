@@ -32,10 +32,12 @@ function PrefixCache:available() return self.memory:pages_free() + self.idle.cou
 
 --- How far keys[first ... last] are cached without a gap: the index of the last cached
 -- key, or first - 1.
-function PrefixCache:match(keys, first, last)
+---@param only? table<integer, string>  block -> key: no other blocks count
+function PrefixCache:match(keys, first, last, only)
   local block_of = self.block_of
   for i = first, last do
-    if not block_of[keys[i]] then return i - 1 end
+    local block = block_of[keys[i]]
+    if not block or only and only[block] ~= keys[i] then return i - 1 end
   end
   return last
 end

@@ -25,6 +25,7 @@ local M = {}
 ---@field attention kvlab.Attention|nil  whose policies serve it; nil without a model
 ---@field keeps_output boolean       others may share the blocks of its output
 ---@field reads_prompt boolean       it computes its whole prompt, and shares nothing
+---@field shares_seen boolean        it shares only blocks that its attention has computed
 ---@field read_length integer        tokens that are read as a prompt, and not decoded
 ---@field evicts boolean             its policy evicts tokens
 ---@field claim kvlab.serve.Pages|nil  the pages that it reserves, if it does
@@ -126,6 +127,7 @@ function M.new(o, request_id, level)
     attention = o.attention, keeps_output = o.keep_output ~= false,
     prompt_logprobs = o.prompt_logprobs and {} or nil, top_of_prompt = o.prompt_logprobs,
     watches = o.watch or false, reads_prompt = false,
+    shares_seen = false,
     arrival_us = o.arrival_us, deadline_us = o.deadline_us, preemptions = 0,
     blocks_asked = 0, blocks_shared = 0, blocks_loaded = 0, store_end = math.huge,
   }, Request)

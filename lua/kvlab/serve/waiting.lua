@@ -97,7 +97,8 @@ function M.cover(self, r, position)
   end
   local keys, last = r.block_hashes, self:shareable(r)
   local have = self:blocks_for(r.seq:length())
-  local there = self.prefix:match(keys, have + 1, last)
+  local there = self.prefix:match(keys, have + 1, last,
+    r.shares_seen and self.executor:shared_only(r) or nil)
   if there > have then
     self.prefix:share(r.seq, keys, have + 1, there)
     r.blocks_shared, have = r.blocks_shared + there - have, there
@@ -105,7 +106,8 @@ function M.cover(self, r, position)
   if have >= last then return "ready" end
   local key = keys[have + 1]
   if self.loading[key] or self.computing[key] then return "held" end
-  local found = self.executor:find(r, have + 1, math.min(last, r.store_end))
+  local found = r.shares_seen and 0
+    or self.executor:find(r, have + 1, math.min(last, r.store_end))
   if found == 0 then return "ready" end
   return load(self, r, have + 1, have + found, position)
 end
