@@ -48,7 +48,8 @@ describe("the recall model with latents", function()
   it("goes on after a step that failed, with its latents in host memory", function()
     local function decode(offload, fails)
       local model = families.load(FOLDER, { device = "cpu", dtype = "f32" })
-      local engine = model:engine { blocks = 30, policy = own(8), offload = offload }
+      local engine = model:engine { blocks = 30, policy = own(8), offload = offload,
+        expand = false } -- as prefills are whose latents are in host memory
       local seq, tokens, all, stopped = engine:sequence(), {}, {}, false
       for t = 1, 200 do tokens[t] = 16 + t * 37 % 900 end
       engine:prefill(seq, tokens)

@@ -26,8 +26,9 @@ local function level_outside()
 end
 
 local function refuse(ctx, fmt, ...)
-  error(("policy %s, layer %d: %s"):format(ctx.policy and ctx.policy.name or "?",
-    ctx.layer or 0, fmt:format(...)), level_outside())
+  local name = type(ctx.policy) == "table" and ctx.policy.name
+  error(("policy %s, layer %s: %s"):format(tostring(name or "?"),
+    tostring(ctx.layer or 0), fmt:format(...)), level_outside())
 end
 
 --- The dims of a tensor in words.

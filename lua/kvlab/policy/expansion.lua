@@ -50,7 +50,9 @@ local function lacks(attention, o)
   if not cache.format.is_shared then return "keys and values that are no latents" end
   if not cache.tier.is_resident then return "KV in host memory" end
   if cache.tables ~= "one" then return "tables by layer or head" end
-  if o.window or o.alibi or o.soft_cap then return "a window, ALiBi or a soft cap" end
+  if attention.windows or (o.window or 0) ~= 0 or (o.soft_cap or 0) ~= 0 or o.alibi then
+    return "a window, a soft cap or ALiBi"
+  end
   if not attention.prefill_policy.dense then
     return ("policy %s, which selects in prefill"):format(attention.prefill_policy.name)
   end

@@ -123,7 +123,7 @@ describe("which prefills expand latents", function()
       format = "f32", kv_heads = 1, head_dim = 576, value_dim = 512, offload = o.offload }
     local attention = kv.attention { cache = cache, heads = 2, max_blocks = 512,
       expand = o.expand, prefill_policy = o.prefill_policy,
-      decode_policy = o.decode_policy }
+      decode_policy = o.decode_policy, window = o.window, soft_cap = o.soft_cap }
     local seq = cache:sequence()
     local batch = cache:batch { max_tokens = 4096, max_blocks = 512 }
     if before > 0 then batch:append({ seq }, { before }) end
@@ -149,6 +149,9 @@ describe("which prefills expand latents", function()
     assert.is_false(expands(0, 4000, { prefill_policy = kv.policy("nsa",
       { granularity = "token", index = "random" }) }))
     assert.is_true(expands(0, 4000, { decode_policy = kv.policy "quest" }))
+    assert.is_true(expands(0, 4000, { window = 0, soft_cap = 0 }))
+    assert.is_false(expands(0, 4000, { window = 64 }))
+    assert.is_false(expands(0, 4000, { soft_cap = 30 }))
   end)
 
   it("have their keys on the device", function()
