@@ -251,7 +251,7 @@ function M.pool(blocks, block_size)
     0, out)
   local own = arguments.own -- it is no cache, which Cache's checks ask for
   return { pool = pool, blocks = blocks, block_size = block_size, tables = "one",
-           pages = blocks, cut_layers = 1, cut_heads = 1,
+           pages = blocks, layers = 1, kv_heads = 1, cut_layers = 1, cut_heads = 1,
            pages_free = own(Cache.pages_free), sequence = own(Cache.sequence),
            blocks_free = own(Cache.blocks_free) }
 end

@@ -55,7 +55,7 @@ end }
 --- The same after the first layer has begun.
 M.layer_context = { "a context of an attention's layer", function(x)
   return has(x, "new_scores") and x.lens ~= nil and x.sequences ~= nil
-    and is_tensor(x.query)
+    and type(x.layer) == "number" and is_tensor(x.query)
 end }
 
 --- What policy.init gets.
@@ -64,6 +64,8 @@ M.shape = { "a shape as policy.init gets it", function(x)
     and type(x.blocks) == "number" and type(x.block_size) == "number"
     and type(x.kv_heads) == "number" and type(x.head_dim) == "number"
     and (x.heads == nil or type(x.heads) == "number")
+    and (x.cut_heads == nil or type(x.cut_heads) == "number")
+    and (x.keepers == nil or type(x.keepers) == "table")
     and (x.scale == nil or type(x.scale) == "number")
 end }
 

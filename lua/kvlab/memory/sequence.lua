@@ -158,7 +158,8 @@ end
 -- are asked to copy that state; if one of them raises, there is no fork. A fork ends a
 -- draft that no step has verified.
 function Sequence:fork()
-  self.cache.journal:end_draft()
+  local journal = self.cache.journal -- a pool has none, as it has no memory
+  if journal then journal:end_draft() end
   local fork = wrap(self.cache, protected.open(C.kvl_sequence_close, out_sequence,
     C.kvl_sequence_fork, handle_of(self), out_sequence))
   fork.evictor = self.evictor

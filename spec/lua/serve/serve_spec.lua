@@ -475,6 +475,18 @@ describe("server", function()
     modelled:run()
   end)
 
+  it("forks a request without a model, too", function()
+    local server = kv.serve { cost = kv.cost_model.llama_8b_h100(512), blocks = 20,
+                              block_size = 512 }
+    local parent = server:submit { input_length = 600, max_tokens = 9 }
+    while parent:output_length() < 3 do server:step() end
+    local fork = server:fork(parent, { max_tokens = 4 })
+    server:run()
+    assert.same({ 9, 4 }, { parent:output_length(), fork:output_length() })
+    assert.equal(2, server:stats().finished)
+    assert.equal(20, server.scheduler.prefix:available())
+  end)
+
   it("names the option that is wrong", function()
     local cost = kv.cost_model.llama_8b_h100(512)
     local function refuses(words, o) raises(words, kv.serve, o) end
