@@ -30,9 +30,6 @@ local TILE = 128        -- tokens: pages are whole tiles of attention's kernels
 local PAGE_MOST = 4096  -- tokens of a page
 local DIM_MOST = 256    -- numbers of a key that attention over such pages takes
 
--- How many multiplications an expansion has to save for each that it takes.
-local WORTH = 1
-
 ---@class kvlab.Expansion  of one attention
 ---@field lacks string|nil  why no prefill of the attention can be computed so
 ---@field forced boolean|nil  expand wherever it is possible, or never; nil: where it pays
@@ -114,7 +111,7 @@ local function pays(self, dim, value_numbers)
   end
   local saved = seen * (cache.head_dim + cache.value_dim - 2 * dim)
     + batch.tokens_count * cache.value_dim * (dim - self.turned + value_numbers)
-  return saved >= WORTH * read * 2 * dim * cache.head_dim
+  return saved >= read * 2 * dim * cache.head_dim
 end
 
 --- Whether the layer's attention is to be expanded. If so, forward gets the matrices, and
