@@ -347,9 +347,9 @@ struct whole_items {
   int there = 0, items = 0; /* entries with tokens; items */
   int rounds = 0;           /* 0: items are cut */
   whole_items() = default;
-  /* Compares the most tiles that a thread block would have, about, with those of a share and
-   * the time of its partial results, which is that of 8 tiles, and 16 for each item of a
-   * share. longest, shortest: tiles of an item. */
+  /* Items stay whole if the most tiles that a thread block would then have are no more than a
+   * share has, plus what partial results take: about as long as 8 tiles, and 16 tiles for each
+   * item that a share has on average. longest, shortest: tiles of an item. */
   __device__ whole_items(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                          int there_, int longest, int shortest, uint32_t total, int shares)
       : there(there_), items(there_ * plan.lanes) {
