@@ -530,8 +530,15 @@ describe("server", function()
 
   it("has the time of the first token and of those after it", function()
     local server = small()
+    local executor = server.executor
+    local start = executor:now()
+    function executor.now() return start end -- stands still until the server waits
+    function executor:sleep_until(us)
+      self.now, self.sleep_until = nil, nil
+      self:sleep_until(us)
+    end
     local r = server:submit { tokens = { 1, 2 }, max_tokens = 3,
-                              arrival_us = server.executor:now() + 3000 }
+                              arrival_us = start + 3000 }
     local stats = server:run():stats()
     assert.is_true(r.arrival_us <= r.admitted_us and r.admitted_us <= r.first_token_us
       and r.first_token_us <= r.finish_us)
