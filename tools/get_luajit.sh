@@ -33,7 +33,9 @@ sed -i 's/cur\.nins \([>=]*\) REF_FIRST+1\b/cur.nins \1 REF_FIRST+4/
   s/cur\.ir\[REF_FIRST\]\.o != IR_PROF/cur.ir[REF_FIRST+3].o != IR_PROF/' src/lj_record.c
 ! grep -q 'own loop detection' src/lj_record.c ||
   grep -q 'REF_FIRST+4\|ref += 3' src/lj_record.c
-# PREFIX and MULTILIB make it look for modules where the distribution's LuaJIT does.
-make -C src -j"$(nproc)" libluajit.a CCDEBUG= XCFLAGS="-fPIC -DLUAJIT_ENABLE_CHECKHOOK" \
-  PREFIX=/usr MULTILIB="lib/$(gcc -print-multiarch)"
+# PREFIX and MULTILIB make it look for modules where the distribution's LuaJIT does. With
+# another BUILDMODE each file is compiled twice, once for a shared library.
+make -C src -j"$(nproc)" libluajit.a BUILDMODE=static CCDEBUG= \
+  XCFLAGS="-fPIC -DLUAJIT_ENABLE_CHECKHOOK" PREFIX=/usr \
+  MULTILIB="lib/$(gcc -print-multiarch)"
 mv src/libluajit.a "$target"
