@@ -87,8 +87,10 @@ local function c_project(kind_)
     "-Wmissing-prototypes", "-Wpointer-arith", "-Werror=implicit-function-declaration",
   }
   if _OPTIONS["werror"] then buildoptions { "-Werror" } end
+  -- Debug information has lines and functions, without variables: most of these are in
+  -- registers, or gone, and describing them takes a quarter of the time to compile.
   filter "configurations:release"
-    buildoptions { "-O3" }
+    buildoptions { "-O3", "-g1" }
   filter "configurations:debug"
     buildoptions { "-O0" }
   filter "configurations:hostile"
@@ -112,11 +114,8 @@ for _, isa in ipairs(isas) do
     pchheader "../kernels/cpu/vec.h"
     defines { "KVL_ISA=" .. isa.name, "KVL_ISA_" .. isa.name:upper() .. "=1" }
     buildoptions { isa.needs:gsub("%S+", "-m%0") .. (isa.flags or "") }
-    -- Debug information has lines and functions, without variables: most of these are in
-    -- registers, or gone, and describing them takes a quarter of the time to compile.
+    -- Few x86 machines are left that run the plain code. -O3 takes twice as long.
     filter "configurations:release"
-      buildoptions { "-g1" }
-      -- Few x86 machines are left that run the plain code. -O3 takes twice as long.
       if is_x86 and isa.name == "plain" then buildoptions { "-O2" } end
     filter {}
     if isa.name ~= hostile_isa then removeconfigurations { "hostile" } end

@@ -11,7 +11,7 @@ int setenv(const char *name, const char *value, int overwrite);
 int unsetenv(const char *name);
 ]]
 local TERM, WNOHANG = 15, 1
-local ASK_S = 0.05 -- between two questions, each of which starts programs
+local ASK_S = 0.2 -- between two questions, each of which starts programs
 
 local CONFIGURATION = [[
 ClusterName=spec

@@ -11,7 +11,18 @@ int fileno(void *file);
 char *realpath(const char *path, char *resolved);
 void free(void *memory);
 char *strerror(int number);
+typedef struct {
+  uint64_t inode;
+  int64_t offset;
+  uint16_t bytes;
+  uint8_t kind;
+  char name[256];
+} kvl_files_entry; /* struct dirent of 64-bit Linux */
+void *opendir(const char *path);
+kvl_files_entry *readdir(void *folder);
+int closedir(void *folder);
 ]]
+local UNKNOWN, FOLDER, FILE = 0, 4, 8 -- kinds of entries; some file systems know none
 
 --- Makes a folder and the folders above it, unless they exist.
 ---@param folder string
@@ -130,30 +141,49 @@ function M.shell_line(words)
   return table.concat(quoted, " ")
 end
 
---- Returns the lines that a command prints.
-local function lines_of(words)
-  local lines, pipe = {}, io.popen(M.shell_line(words) .. " 2>/dev/null")
-  for line in pipe:lines() do lines[#lines + 1] = line end
-  pipe:close()
-  return lines
+--- Calls see(name, kind) for each entry of a folder. Returns false where that is none, or
+-- cannot be read.
+local function each_entry(folder, see)
+  local open = C.opendir(folder)
+  if open == nil then return false end
+  local entry = C.readdir(open)
+  while entry ~= nil do
+    local name = ffi.string(entry.name)
+    if name ~= "." and name ~= ".." then see(name, entry.kind) end
+    entry = C.readdir(open)
+  end
+  C.closedir(open)
+  return true
 end
 
 --- Returns the sorted names in a folder; an empty list if there is no such folder.
 ---@param folder string
 ---@return string[]
 function M.list(folder)
-  local names = lines_of { "ls", "-A", "--", folder }
+  local names = {}
+  each_entry(folder, function(name) names[#names + 1] = name end)
   table.sort(names)
   return names
 end
 
 --- Returns the sorted paths of the files with this ending in a folder and all folders
--- below it.
+-- below it. Links in it are not followed.
 ---@param folder string
 ---@param ending string  ".lua"
 ---@return string[]
 function M.find(folder, ending)
-  local paths = lines_of { "find", "-H", folder, "-type", "f", "-name", "*" .. ending }
+  local paths = {}
+  local function walk(at)
+    return each_entry(at, function(name, kind)
+      local path = at .. "/" .. name
+      local is_folder = (kind == FOLDER or kind == UNKNOWN) and walk(path)
+      if not is_folder and (kind == FILE or kind == UNKNOWN)
+        and name:sub(-#ending) == ending then
+        paths[#paths + 1] = path
+      end
+    end)
+  end
+  walk(folder)
   table.sort(paths)
   return paths
 end

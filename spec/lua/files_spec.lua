@@ -1,4 +1,5 @@
---- Whatever writes a file on a full disk says so, and leaves no half file.
+--- Folders are listed as they are. Whatever writes a file on a full disk says so, and
+-- leaves no half file.
 local files = require "kvlab.files"
 local kv = require "kvlab"
 local temporary = require "spec.temporary"
@@ -44,5 +45,40 @@ describe("a file on a full disk", function()
       .. "false\tno piece\n", said)
     assert.same({ "file", "script.lua" }, files.list(folder))
     assert.equal("old", files.read(path))
+  end)
+end)
+
+describe("a folder", function()
+  local folder
+
+  before_each(function()
+    folder = temporary.folder()
+    files.make_folder(folder .. "/b/.c")
+    for _, name in ipairs { "a.lua", "b/.c/d.lua", "b/two\nlines.lua", "b/e.lua.part",
+                            "-f.lua", ".lua" } do
+      files.write(folder .. "/" .. name, "")
+    end
+    assert.equal(0, os.execute(("ln -s . '%s/self'; ln -s a.lua '%s/g.lua'"):format(
+      folder, folder)))
+  end)
+
+  it("has its names, sorted, whatever they are", function()
+    assert.same({ "-f.lua", ".lua", "a.lua", "b", "g.lua", "self" }, files.list(folder))
+  end)
+
+  it("has the files below it, and follows no links but one to itself", function()
+    local found = { "/-f.lua", "/.lua", "/a.lua", "/b/.c/d.lua", "/b/two\nlines.lua" }
+    for _, root in ipairs { folder, folder .. "/self" } do
+      local paths = {}
+      for i, path in ipairs(found) do paths[i] = root .. path end
+      assert.same(paths, files.find(root, ".lua"))
+    end
+  end)
+
+  it("that is none has no names and no files", function()
+    for _, none in ipairs { folder .. "/none", folder .. "/a.lua" } do
+      assert.same({}, files.list(none))
+      assert.same({}, files.find(none, ".lua"))
+    end
   end)
 end)
