@@ -53,8 +53,9 @@ end
 
 --- A layer of a small cache, with tables and queries of some sequences.
 ---@param o table  dtype, group, kv_heads, block_size, head_dim, lens, blocks, scaled,
---                  id: of a policy and a shape (see once), value_dim: of f8_latent,
---                  wild: one number in so many is one of wild_numbers; poison: NaN in V
+--                  id: of a policy and a shape (see once), value_dim: values are the
+--                  first numbers of their keys, so many; wild: one number in so many is
+--                  one of wild_numbers; poison: NaN in V
 function M.cache(dev, o, seed)
   local draw = M.draws(seed)
   local c = { o = o, dev = kv.device(dev), draw = draw }
@@ -82,10 +83,14 @@ function M.cache(dev, o, seed)
   if LARGEST[o.dtype] then give_scales(c.memory, o) end
   c.layer = kv.from(c.dev, "f32",
     { o.blocks, 2, o.kv_heads, o.block_size, o.head_dim }, c.memory)
-  local packed
-  if o.dtype == "int8" then c.layer, packed = support.int8_pages(c.layer)
+  local format
+  if o.dtype == "int8" then c.layer, format = support.int8_pages(c.layer)
   elseif o.dtype == "f8_latent" then
-    c.layer, packed = support.f8_latent_pages(c.layer, o.value_dim)
+    c.layer, format = support.f8_latent_pages(c.layer, o.value_dim)
+  elseif o.value_dim then
+    c.layer = c.layer:transpose(0, 1):index(0):clone():cast(o.dtype)
+    format = kv.format { codec = o.dtype, kv_heads = o.kv_heads,
+      block_size = o.block_size, head_dim = o.head_dim, value_dim = o.value_dim }
   else c.layer = c.layer:cast(o.dtype) end
   local q
   c.q, q = make { seqs, o.kv_heads * o.group, o.head_dim }
@@ -108,9 +113,13 @@ function M.cache(dev, o, seed)
   if o.scaled then
     c.k_scale = kv.from(c.dev, "f32", { o.kv_heads }, o.scaled)
   end
-  c.format = packed and { name = o.dtype, dtype = "bf16", is_shared = o.value_dim ~= nil,
-                          of = function() return packed end, scales = function() end,
-                          bytes_page = function() return c.layer:size(1) end }
+  local is_packed = o.dtype == "int8" or o.dtype == "f8_latent"
+  c.format = format and { name = o.dtype, dtype = is_packed and "bf16" or o.dtype,
+                          is_shared = o.value_dim ~= nil,
+                          of = function() return format end, scales = function() end,
+                          bytes_page = function()
+                            return tonumber(kv.C.kvl_format_bytes_page(format))
+                          end }
     or support.formats_of(c.layer, c.k_scale, c.k_scale)
   return c
 end

@@ -116,9 +116,26 @@ local CASES = {
     listed = true, soft_cap = 4 },
 }
 
+-- Values that are the first numbers of their keys.
+local LATENTS = {
+  { dtype = "f32", group = 5, block_size = 8, head_dim = 40, value_dim = 24 },
+  { dtype = "bf16", q_dtype = "bf16", kv_heads = 1, group = 16, block_size = 16,
+    head_dim = 576, value_dim = 512, selects = true },
+  { dtype = "f8_latent", q_dtype = "bf16", group = 3, block_size = 8, head_dim = 48,
+    value_dim = 32, rows = { 1, 30, 2, 1 }, window = 11 },
+  { dtype = "f16", q_dtype = "f16", group = 20, block_size = 16, head_dim = 72,
+    value_dim = 64, listed = true, soft_cap = 4 },
+  { dtype = "f8_latent", q_dtype = "f16", kv_heads = 1, group = 20, block_size = 64,
+    head_dim = 576, value_dim = 512, alibi = true },
+  { dtype = "bf16", q_dtype = "bf16", group = 70, block_size = 8, head_dim = 64,
+    value_dim = 64, rows = { 0, 20, 3, 1 }, selects = true, parts = true },
+}
+for _, o in ipairs(LATENTS) do CASES[#CASES + 1] = o end
+
 local function words(o)
-  return ("%s queries, %s, group %d, block %d, head_dim %d%s%s%s"):format(
+  return ("%s queries, %s, group %d, block %d, head_dim %d%s%s%s%s"):format(
     o.q_dtype or "f32", o.dtype, o.group, o.block_size, o.head_dim,
+    o.value_dim and (", values of %d"):format(o.value_dim) or "",
     o.rows and ", prefill" or "", o.window and ", window" or "",
     o.selects and ", selection" or o.listed and ", listed" or "")
 end

@@ -145,7 +145,8 @@ end
 local function run(c, p, q, starts, selection, listed)
   local of_starts = starts and kv.from(c.dev, "i32", { #starts }, starts)
   local ctx = context_of(c, q, of_starts)
-  local out = kv.full(c.dev, "f32", q:dims(), 12345)
+  local out = kv.full(c.dev, "f32",
+    { q:size(0), q:size(1), c.o.value_dim or c.o.head_dim }, 12345)
   local lse = kv.full(c.dev, "f32", { q:size(0), q:size(1) }, 12345)
   local reader = reader_of(c, q, of_starts, selection, listed)
   if listed and not starts then
@@ -181,9 +182,10 @@ local function environment(c, p, q, def)
   end
   local slope = slopes(2 * o.kv_heads * o.group)
   return { soft_cap = o.soft_cap, alibi = c.alibi and slopes(o.kv_heads * o.group),
-    dim = o.head_dim, group = o.group, block_size = o.block_size, scale = SCALE,
-    window = o.window or 0, layer = LAYER, expressions = def, k = stored(0),
-    v = stored(1), q = q, param = function(name) return p[name] end,
+    dim = o.head_dim, value_dim = o.value_dim or o.head_dim, group = o.group,
+    block_size = o.block_size, scale = SCALE, window = o.window or 0, layer = LAYER,
+    expressions = def, k = stored(0),
+    v = stored(o.value_dim and 0 or 1), q = q, param = function(name) return p[name] end,
     const = function(_, at, row)
       return slope[(LAYER * o.kv_heads + row.kv_head) * o.group + at.head + 1]
     end,
@@ -224,6 +226,7 @@ end
 local function expected(c, p, def, q, starts, lists)
   local o, out, lses, emitted = c.o, {}, {}, {}
   local env = environment(c, p, q, def)
+  local numbers = env.value_dim
   for name, x in pairs(def.emit or {}) do
     emitted[name] = {}
     local _, is_max, by_token = parts_of(x)
@@ -245,7 +248,7 @@ local function expected(c, p, def, q, starts, lists)
             q = function(x) return q[at * o.head_dim + x + 1] end }
           local values
           values, lses[at + 1], weights[head] = reference.row(env, row)
-          for x = 1, o.head_dim do out[at * o.head_dim + x] = values[x] end
+          for x = 1, numbers do out[at * numbers + x] = values[x] end
         end
         for name, x in pairs(def.emit or {}) do
           for b = 0, c.width - 1 do
@@ -274,6 +277,7 @@ function M.differs(dev, target, seed, def, o)
   local ok, why = pcall(policy.attach, p, { device = c.dev, layers = 2,
     blocks = o.blocks, block_size = o.block_size, heads = o.kv_heads * o.group,
     kv_heads = o.kv_heads, head_dim = o.head_dim, dtype = o.dtype,
+    value_dim = o.value_dim, format = o.value_dim and c.format,
     max_blocks = o.blocks, scale = SCALE })
   if not ok then
     kernel.chosen = nil

@@ -193,9 +193,6 @@ int kvl_paged_attention(const kvl_attention *a) {
     hooked.scores = a->scores->ptr;
   }
   hook_args(&c, a, &hooked);
-  if ((a->hook || a->scores) && a->format && a->format->is_shared)
-    kvl__call_fail(&c, "%s given for a cache whose values are the first numbers of its keys",
-                   a->hook ? "hook is" : "scores are");
   if (c.status < 0) return c.status;
   args->q = a->q->ptr;
   args->tables = a->tables->ptr;

@@ -66,7 +66,8 @@ end
 function M.row(o, row)
   local scores, top, sum = scores_of(o, row), -math.huge, 0
   for _, score in pairs(scores) do top = math.max(top, score) end
-  local weights, out = {}, zeros(o.dim)
+  local value_dim = o.value_dim or o.dim
+  local weights, out = {}, zeros(value_dim)
   if top == -math.huge then return out, top, weights end
   for position, score in pairs(scores) do
     weights[position] = math.exp(score - top)
@@ -74,7 +75,7 @@ function M.row(o, row)
   end
   for position, weight in pairs(weights) do
     weights[position] = weight / sum
-    for x = 0, scores[position] > -math.huge and o.dim - 1 or -1 do -- V may be NaN
+    for x = 0, scores[position] > -math.huge and value_dim - 1 or -1 do -- V may be NaN
       out[x + 1] = out[x + 1] + weight / sum * o.v(row, position, x)
     end
   end

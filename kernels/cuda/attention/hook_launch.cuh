@@ -19,6 +19,7 @@ template <> inline constexpr const char *type_name<__half> = "f16";
 template <> inline constexpr const char *type_name<__nv_bfloat16> = "bf16";
 template <> inline constexpr const char *type_name<f8e4m3> = "f8";
 template <> inline constexpr const char *type_name<int8> = "int8";
+template <> inline constexpr const char *type_name<f8_latent> = "f8_latent";
 
 /* The suffix of the name of a kernel for 16-bit queries. */
 template <class C> constexpr const char *codec_suffix = "";
@@ -44,7 +45,7 @@ inline int hook_failed(CUresult error, const char *what) {
   return kvl_cuda::fail(KVL_ERR_DEVICE, "a hook's %s: %s", what, driver_words(error));
 }
 
-/* params: the kernel's parameters before the hook, two or three. */
+/* params: the kernel's parameters before the hook, one to three; the others are null. */
 inline int launch_hooked(const kvl_hooked_attention_args &h, const hook_kernel &k,
                          const void *param0, const void *param1, const kvl_cuda_queue *q,
                          const void *param2 = nullptr) {
@@ -77,7 +78,8 @@ inline int launch_hooked(const kvl_hooked_attention_args &h, const hook_kernel &
   config.hStream = q->stream;
   config.attrs = attributes;
   config.numAttrs = !k.programmatic || !is_hopper(q) ? 0 : k.cluster > 1 ? 2 : 1;
-  void *params[] = {(void *)param0, (void *)param1, param2 ? (void *)param2 : &hook, &hook};
+  void *params[] = {(void *)param0, param1 ? (void *)param1 : &hook,
+                    param2 ? (void *)param2 : &hook, &hook};
   error = f.launch(&config, (CUfunction)kernel, params, nullptr);
   return error == CUDA_SUCCESS ? KVL_OK : hook_failed(error, "launch");
 }

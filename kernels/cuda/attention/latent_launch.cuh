@@ -4,15 +4,16 @@
 
 #include "args/attention.h"
 #include "cuda/launch.cuh"
+#include "hook.h"
 
 namespace kvl {
 
 /* Whether values are the first numbers of keys. */
 inline bool is_latent(const kvl_paged_attention_args &a) { return a.cache.value.begin == 0; }
 
-int launch_latent(const kvl_paged_attention_args &a, const kvl_cuda_queue *q);
+int launch_latent(const kvl_hooked_attention_args &h, const kvl_cuda_queue *q);
 /* The bytes of its workspace. */
-size_t latent_bytes(const kvl_paged_attention_args &a, int device, int sm_count);
+size_t latent_bytes(const kvl_hooked_attention_args &h, int device, int sm_count);
 
 }  // namespace kvl
 

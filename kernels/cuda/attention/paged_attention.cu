@@ -29,7 +29,8 @@
  *           paged_prefill.cuh  16-bit prefill elsewhere, split-KV where there are few tokens
  *           paged_mend.cuh     after both: rows in which V of unseen keys was NaN
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
- *           latent.cuh         pages whose values are the first numbers of their keys
+ *           latent.cuh         pages whose values are the first numbers of their keys;
+ *                              latent_rows.cuh, row by row, what it does not take
  *           hook.cuh           all of them can be compiled with a hook at run time
  * Bytes     decode: 2 * keys * head_dim * element a KV head, once; limit: memory
  * Flops     prefill: 4 * rows * keys * head_dim a head; limit: tensor cores
@@ -489,7 +490,7 @@ int launch(const hooked &h, const kvl_cuda_queue *q) {
   if (!aligned16(a.q, a.cache.memory, a.prev_out, a.out))
     return kvl__cuda_check(cudaErrorMisalignedAddress);
   int status = KVL_ERR_UNSUPPORTED;
-  if (is_latent(a)) status = launch_latent(a, q);
+  if (is_latent(a)) status = launch_latent(h, q);
   else if (a.listed && !lists_by_mma(a, q)) status = launch_listed(h, q);
   else if (a.dtype == KVL_DTYPE_BF16) status = launch_16bit<__nv_bfloat16>(h, q);
   else if (a.dtype == KVL_DTYPE_F16) status = launch_16bit<__half>(h, q);
@@ -506,7 +507,7 @@ KVL_CUDA_WORKSPACE(paged_attention) {
   if (a.tokens == 0 || a.seqs == 0 || a.heads == 0) return 0;
   int device = 0;
   cudaGetDevice(&device);
-  if (kvl::is_latent(a)) return kvl::latent_bytes(a, device, sm_count);
+  if (kvl::is_latent(a)) return kvl::latent_bytes(h, device, sm_count);
   if (a.listed) return h.hook ? kvl::note_bytes(a) : 0;
   if (kvl::by_wgmma(h, device)) return kvl::wgmma_bytes(a, device, sm_count, h.hook);
   if (!a.starts) return kvl::place_bytes(h, kvl::decode_place(h, device, sm_count));

@@ -115,6 +115,7 @@ __device__ void compute_row(const kvl_paged_attention_args &a, const mend_row &r
         const hook_row of = {r.seq,          a.cache.kv_heads, r.kv_head,
                              r.head % group, r.length,         r.at};
         s = hook(s, of, key.index);
+        keep_score(hook, r.row, key.index, s);
       }
     }
     const float top = fmaxf(m, warp_max(s)), shift = finite_shift(top);

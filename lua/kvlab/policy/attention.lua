@@ -232,11 +232,6 @@ function M.attention(o)
     policy.add_with_nested(p, self.shape.keepers)
     self.emitting[#self.emitting + 1] = p.hook
     self.reads_index = self.reads_index or p.reads_index
-    if p.hook and cache.format.is_shared then
-      options.fail(("attention: policy %s has a bias, a mask, a log_weight or emit, "
-        .. "which do not go with values that are the first numbers of their keys")
-        :format(p.name))
-    end
   end)
   self.evictor = evictor.new(self, o)
   self.emitters, self.watchers = kernel_hook.emitters(self.prefill_policy,

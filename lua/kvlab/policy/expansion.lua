@@ -53,6 +53,9 @@ local function lacks(attention, o)
   if not attention.prefill_policy.dense then
     return ("policy %s, which selects in prefill"):format(attention.prefill_policy.name)
   end
+  if attention.prefill_policy.hook or attention.emitters then
+    return "policies that change the attention of prompts, or emit there"
+  end
   local watching
   each_policy(attention, function(p)
     if p.attention_begin or p.attention_finished then watching = p.name end

@@ -4,6 +4,8 @@ local kv = require "kvlab"
 local rig = require "spec.rig"
 local support = require "spec.support"
 
+local emitting = require "spec.models.emitting"
+
 local cpu = kv.device "cpu"
 local VALUE_DIM, DIM = 16, rig.SHAPE.head_dim
 
@@ -14,12 +16,24 @@ local SCRIPT = {
   { "prefill", 4, 33 }, { "decode", 1, 2, 4 },
 }
 
+local e = kv.expr
+
+-- A policy whose attention is changed, in decode and in prefill.
+local hooked = kv.policy.define { name = "hooked", decode = true, prefill = true,
+  complete = false, defaults = { slope = 0.1 },
+  bias = e.param "slope" * (e.position - e.query_position) + (e.logit / 4):tanh(),
+  mask = (e.position % 3):ne(1):bor((e.query_position - e.position):lt(4)),
+  log_weight = e.kv_head * e.block / 8,
+  select_blocks = function() end }
+
 local function policy_of(name)
+  if name == "hooked" then return hooked {} end
   if name == "tokens" then
     return kv.policy("nsa", { granularity = "token", index_topk = 24 })
   end
-  return kv.policy(name, name ~= "full" and { blocks = 4, min_blocks = 0, sink = 1,
-    recent = 1 } or nil)
+  local budget = { blocks = 4, min_blocks = 0, sink = 1, recent = 1 }
+  if name == "emitting" then return emitting(budget) end
+  return kv.policy(name, name ~= "full" and budget or nil)
 end
 
 --- The first numbers of every row of a result whose others are zeros.
@@ -35,9 +49,12 @@ end
 --- The outputs of a script, and of one whose values lie apart, without their zeros.
 local function both(name, o)
   o = o or {}
+  local prefills = name == "hooked" or nil
   o.value_dim, o.policy = VALUE_DIM, policy_of(name)
+  o.prefill_policy = prefills and policy_of(name)
   local got = rig.play(cpu, o, SCRIPT)
   o.apart, o.policy = true, policy_of(name)
+  o.prefill_policy = prefills and policy_of(name)
   local apart, want = rig.play(cpu, o, SCRIPT), {}
   for s, steps in pairs(apart) do
     want[s] = {}
@@ -83,8 +100,18 @@ describe("a cache of latents", function()
 
   it("serves policies that select by keys alone", function()
     for _, name in ipairs { "full", "quest", "block_mean", "topk", "streaming_blocks",
-                            "gsa_on_device", "infllm", "oracle", "keydiff_blocks" } do
+                            "gsa_on_device", "infllm", "oracle", "keydiff_blocks",
+                            "magicpig" } do
       assert.is_true(tried[name], name)
+    end
+  end)
+
+  it("serves policies that change attention, and learn from it", function()
+    for _, name in ipairs { "hooked", "emitting" } do
+      for _, tables in ipairs { "one", "layer", "head" } do
+        local got, want = both(name, { tables = tables })
+        all_same(want, got)
+      end
     end
   end)
 
@@ -126,13 +153,15 @@ describe("a cache of latents", function()
   end)
 
   it("is read from host memory as from the device", function()
-    for _, name in ipairs { "full", "quest", "topk", "infllm", "streaming_blocks" } do
+    for _, name in ipairs { "full", "quest", "topk", "infllm", "streaming_blocks",
+                            "hooked", "emitting" } do
       local function play(offload)
         return rig.play(cpu, { value_dim = VALUE_DIM, policy = policy_of(name),
                                offload = offload }, SCRIPT)
       end
       local want = play()
-      if name ~= "full" then all_same(want, play { hot_slots = 40 }) end
+      local selects = name ~= "full" and name ~= "hooked"
+      if selects then all_same(want, play { hot_slots = 40 }) end
       for _, offload in ipairs { { slots = 2, slot_blocks = 1 }, { hot_slots = 200 },
                                  { hot_slots = 200, hot_overlap = true } } do
         all_close(play(offload), want, 3e-6, 3e-6)
@@ -141,7 +170,8 @@ describe("a cache of latents", function()
   end)
 
   it("is read in 8 bits wherever it lies", function()
-    for _, name in ipairs { "full", "quest", "topk", "streaming_blocks", "tokens" } do
+    for _, name in ipairs { "full", "quest", "topk", "streaming_blocks", "tokens",
+                            "hooked", "emitting" } do
       local function play(offload)
         return rig.play(cpu, { value_dim = VALUE_DIM, policy = policy_of(name),
                                format = "f8_latent", offload = offload }, SCRIPT)
@@ -196,14 +226,13 @@ describe("a cache of latents", function()
       score = kv.expr.v:sum "dim":max "token" }
     support.raises("v is read where values are the first numbers of their keys",
       kv.attention, { cache = cache, heads = 4, decode_policy = policy() })
-    support.raises("policy magicpig has a bias, a mask, a log_weight or emit",
-      kv.attention, { cache = cache, heads = 4, decode_policy = kv.policy "magicpig" })
     cache:close()
   end)
 
   support.it_on_gpu("is read like on a CPU", function(cuda)
     for _, format in ipairs { "f32", "bf16", "f8_latent" } do
-      for _, name in ipairs { "full", "quest", "streaming_blocks", "topk" } do
+      for _, name in ipairs { "full", "quest", "streaming_blocks", "topk", "hooked",
+                              "emitting" } do
         local outs = {}
         for i, dev in ipairs { cpu, cuda } do
           outs[i] = rig.play(dev, { value_dim = VALUE_DIM, format = format,

@@ -154,6 +154,17 @@ describe("which prefills expand latents", function()
     assert.is_false(expands(0, 4000, { soft_cap = 30 }))
   end)
 
+  it("have no policy that changes attention, or emits of prompts", function()
+    local e = kv.expr
+    local hooked = kv.policy.define { name = "hooked", prefill = true, dense = true,
+      complete = false, mask = e.position:ge(0), select_blocks = function() end }
+    assert.is_false(expands(0, 4000, { prefill_policy = hooked {} }))
+    local emitting = require "spec.models.emitting"
+    assert.is_false(expands(0, 4000, { decode_policy = emitting {} }))
+    support.raises("policies that change the attention of prompts, or emit", expands,
+      0, 1, { expand = true, decode_policy = emitting {} })
+  end)
+
   it("have their keys on the device", function()
     assert.is_false(expands(0, 4000, { offload = { max_tokens = 4096 } }))
     support.raises("expand is true, and the attention has KV in host memory, expected "

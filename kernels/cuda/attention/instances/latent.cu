@@ -1,16 +1,18 @@
 /* Attention over pages whose values are the first numbers of their keys: which kernel takes a
  * call, and its launch. latent.cuh has 16-bit queries on Hopper, over pages of their dtype or of
- * f8_latent with values of 512 numbers; everything else is computed row by row, as in
- * paged_mend.cuh, which is slow. */
+ * f8_latent with values of 512 numbers, without a hook; latent_rows.cuh has everything else. */
 #include "cuda/attention/latent_launch.cuh"
 
+#include "cuda/attention/hook_launch.cuh"
 #include "cuda/attention/latent.cuh"
+#include "cuda/attention/latent_rows.cuh"
 #include "cuda/attention/wgmma_launch.cuh"
 
 namespace kvl {
 namespace {
 
-constexpr int VALUES = latent_shape<64>::D, VALUES_MOST = latent_shape<64>::KEY_DIMS;
+constexpr int VALUES = latent_shape<64>::D;
+static_assert(latent_shape<64>::KEY_DIMS == LATENT_VALUES_MOST);
 
 bool is_f8(const kvl_paged_attention_args &a) { return a.cache.codec == KVL_CODEC_F8_LATENT; }
 
@@ -94,49 +96,39 @@ int launch_16bit(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   return with_shape(a, [&](auto shape) { return launch_tiles<T, decltype(shape)>(a, q); });
 }
 
-constexpr int ROW_WARPS = 8;
-
-/* A warp computes a row. T: q's type; C: the cache's. */
 template <class T, class C>
-__global__ void __launch_bounds__(ROW_WARPS *WARP)
+__global__ void __launch_bounds__(LATENT_ROW_WARPS *WARP)
     latent_rows(const __grid_constant__ kvl_paged_attention_args a) {
-  let_next_start();
-  wait_for_previous();
-  const int64_t rows = a.tokens * a.heads;
-  for (int64_t row = blockIdx.x * ROW_WARPS + threadIdx.x / WARP; row < rows;
-       row += (int64_t)gridDim.x * ROW_WARPS) {
-    const mend_row r(a, row);
-    if (r.seq < 0) continue;
-    if (a.listed) {
-      const plain_divisor by = {(uint32_t)a.cache.block_size};
-      const listed_keys<plain_divisor> keys(a, by, r.token, r.kv_head);
-      compute_row<T, C, VALUES_MOST>(a, r, no_hook(), keys, 0);
-    } else {
-      compute_row<T, C, VALUES_MOST>(a, r, no_hook());
-    }
-  }
+  attend_latent_rows<T, C>(a, no_hook());
 }
 
 template <class T, class C>
-int launch_rows(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  return launch_programmatic(latent_rows<T, C>, grid(a.tokens * a.heads, ROW_WARPS, q),
-                             ROW_WARPS * WARP, 0, q, a);
+int launch_rows(const kvl_hooked_attention_args &h, const kvl_cuda_queue *q) {
+  const kvl_paged_attention_args &a = h.base;
+  const int blocks = grid(a.tokens * a.heads, LATENT_ROW_WARPS, q);
+  const int threads = LATENT_ROW_WARPS * WARP;
+  if (!h.hook) return launch_programmatic(latent_rows<T, C>, blocks, threads, 0, q, a);
+  hook_kernel k = {"", blocks, 1, threads, 0, true};
+  snprintf(k.name, sizeof k.name, "latent_%s_%s", type_name<T>, type_name<C>);
+  return launch_hooked(h, k, &a, nullptr, q);
 }
 
 }  // namespace
 
-int launch_latent(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+int launch_latent(const kvl_hooked_attention_args &h, const kvl_cuda_queue *q) {
+  const kvl_paged_attention_args &a = h.base;
   const bool is_bf16 = a.dtype == KVL_DTYPE_BF16;
-  if (takes(a, q->device))
+  if (!h.hook && takes(a, q->device))
     return is_bf16 ? launch_16bit<__nv_bfloat16>(a, q) : launch_16bit<__half>(a, q);
-  if (is_f8(a)) KVL_CUDA_BY_FLOAT(a.dtype, T, { return (launch_rows<T, f8_latent>(a, q)); })
-  if (is_bf16) return launch_rows<__nv_bfloat16, __nv_bfloat16>(a, q);
-  if (a.dtype == KVL_DTYPE_F16) return launch_rows<__half, __half>(a, q);
-  KVL_CUDA_BY_FLOAT(a.cache.codec, C, { return launch_rows<float, C>(a, q); })
+  if (is_f8(a)) KVL_CUDA_BY_FLOAT(a.dtype, T, { return (launch_rows<T, f8_latent>(h, q)); })
+  if (is_bf16) return launch_rows<__nv_bfloat16, __nv_bfloat16>(h, q);
+  if (a.dtype == KVL_DTYPE_F16) return launch_rows<__half, __half>(h, q);
+  KVL_CUDA_BY_FLOAT(a.cache.codec, C, { return launch_rows<float, C>(h, q); })
 }
 
-size_t latent_bytes(const kvl_paged_attention_args &a, int device, int sm_count) {
-  if (!takes(a, device)) return 0;
+size_t latent_bytes(const kvl_hooked_attention_args &h, int device, int sm_count) {
+  const kvl_paged_attention_args &a = h.base;
+  if (h.hook || !takes(a, device)) return 0;
   return with_shape(a, [&](auto shape) {
     wgmma_plan plan;
     return plan_of<decltype(shape)>(a, device, sm_count, plan);

@@ -77,6 +77,15 @@ extern "C" __global__ void __launch_bounds__(kvl::f32_shape<%s, %d>::WARPS *kvl:
 }
 ]]
 
+-- Over latents.
+local LATENT = [[
+extern "C" __global__ void __launch_bounds__(kvl::LATENT_ROW_WARPS *kvl::WARP)
+    latent_%s_%s(const __grid_constant__ kvl_paged_attention_args a,
+                 const __grid_constant__ policy_hook hook) {
+  kvl::attend_latent_rows<%s, %s>(a, hook);
+}
+]]
+
 -- Over listed tokens.
 local LISTED = [[
 extern "C" __global__ void __launch_bounds__(%s, %s)
@@ -90,7 +99,7 @@ local LISTED_SHAPE = "using shape = kvl::%s;\n"
 
 local CPP = printer.CPP
 local SHORT = { f32 = "f32", f16 = "f16", bf16 = "bf16", f8e4m3 = "f8",
-                int8 = "int8" }
+                int8 = "int8", f8_latent = "f8_latent" }
 
 --- The smallest of these sizes that takes n.
 local function size_for(n, ...)
@@ -134,9 +143,13 @@ end
 
 --- Chooses the attention kernel for a shape. Returns the name of its header, and the text
 -- of its instance with the hook. The rules are those of launch_16bit and launch_f32_dim
--- in paged_attention.cu, and of wgmma_takes in wgmma_launch.cuh (kernels/cuda/attention).
+-- in paged_attention.cu, of wgmma_takes in wgmma_launch.cuh, and of launch_latent in
+-- instances/latent.cu (kernels/cuda/attention).
 local function attention_kernel(plan, target)
   local dim, group, q, kv = plan.sizes.dim, plan.sizes.head, plan.q_dtype, plan.codec
+  if plan.is_shared then
+    return "latent_rows", LATENT:format(SHORT[q], SHORT[kv], CPP[q], CPP[kv])
+  end
   local is_packed, is_f8 = pages.CODECS[kv].packs, kv == "f8e4m3"
   local last = is_f8 and "_f8" or is_packed and "_int8" or ""
   local mend = MEND:format(SHORT[q], last, CPP[q], CPP[kv])

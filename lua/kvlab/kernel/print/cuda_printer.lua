@@ -22,7 +22,7 @@ local ARRAY_ROOM = 4096
 
 -- The types of stored numbers.
 M.CPP = { f32 = "float", f16 = "__half", bf16 = "__nv_bfloat16", f8e4m3 = "kvl::f8e4m3",
-          int8 = "kvl::int8" }
+          int8 = "kvl::int8", f8_latent = "kvl::f8_latent" }
 
 local ELEMENTS = { f32 = "f32", f16 = "f16", bf16 = "bf16", f8e4m3 = "f8e4m3",
                    int8 = "int8", f8_latent = "f32" }

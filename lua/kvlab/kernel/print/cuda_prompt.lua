@@ -15,7 +15,7 @@ local printer = require "kvlab.kernel.print.cuda_printer"
 local bytes_of, indented = shared.bytes_of, shared.indented
 local M = {}
 
-local KIB = 1024
+local KIB, DIM_MOST = 1024, 256
 
 -- ---- its shape ------------------------------------------------------------------------
 
@@ -56,6 +56,10 @@ local SHAPES = { { 256, 64 }, { 256, 32 }, { 128, 64 }, { 128, 32 }, { 128, 16 }
 
 --- The largest shape of which two thread blocks fit a multiprocessor, else one.
 local function choose(plan, target)
+  if plan.sizes.dim > DIM_MOST then
+    error(("%s: keys of %d numbers, expected at most %d where a prefill emits on a GPU")
+      :format(plan.what, plan.sizes.dim, DIM_MOST), 0)
+  end
   local limits = products.limits_of(target)
   local least = round_up(plan.sizes.head, 8)
   for _, room in ipairs { math.floor(limits[2] / 2), limits[1] } do

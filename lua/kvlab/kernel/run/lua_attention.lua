@@ -116,12 +116,12 @@ end
 local function softmax(a, d, scores, rows, n)
   local top, sum, values = -math.huge, 0, {}
   for i = 0, n - 1 do top = math.max(top, scores[i]) end
-  for x = 0, d.dim - 1 do values[x] = 0 end
+  for x = 0, d.value_dim - 1 do values[x] = 0 end
   for i = 0, n - 1 do
     local weight = top > -math.huge and math.exp(scores[i] - top) or 0
     sum = sum + weight
     if weight > 0 then
-      for x = 0, d.dim - 1 do
+      for x = 0, d.value_dim - 1 do
         values[x] = values[x] + weight * a.read_cache(rows[i] + x)
       end
     end
@@ -136,8 +136,8 @@ local function join(a, d, row, values, top, sum)
   local both = sum == 0 and before or math.max(before, top)
   local keep = sum == 0 and 0 or math.exp(top - both)
   local weight = math.exp(before - both)
-  for x = 0, d.dim - 1 do
-    values[x] = values[x] * keep + weight * a.prev_out[row * d.dim + x]
+  for x = 0, d.value_dim - 1 do
+    values[x] = values[x] * keep + weight * a.prev_out[row * d.value_dim + x]
   end
   return values, both, sum * keep + weight
 end
@@ -146,8 +146,8 @@ local function sizes_of(call)
   local p = pages.of(call.cache, call.format)
   local selection, slots = call.selection or call.listed, call.slots
   return { kv_heads = p.kv_heads, block_size = p.block_size, dim = p.key.dim,
-    blocks = call.cache:size(0), heads = call.q:size(1), tokens = call.q:size(0),
-    seqs = call.lens:size(0), width = call.tables:size(1),
+    value_dim = p.value.dim, blocks = call.cache:size(0), heads = call.q:size(1),
+    tokens = call.q:size(0), seqs = call.lens:size(0), width = call.tables:size(1),
     entries = selection and selection:size(2),
     selection_heads = selection and selection:size(1),
     slot_heads = slots and slots:size(1),
@@ -192,7 +192,7 @@ function M.attend(call, out)
   end
   check(C.kvl_device_sync(dev))
   local a, d = host_of(call, dev), sizes_of(call)
-  local result = ffi.new("float[?]", d.tokens * d.heads * d.dim)
+  local result = ffi.new("float[?]", d.tokens * d.heads * d.value_dim)
   local lse = ffi.new("float[?]", d.tokens * d.heads)
   local kept, kept_memory
   if call.scores then
@@ -204,15 +204,15 @@ function M.attend(call, out)
       kept[row * d.room + indices[k]] = scores[k]
     end
     local unit = a.v_scale and a.v_scale[kv_head] or 1
-    for x = 0, d.dim - 1 do values[x] = values[x] * unit end
+    for x = 0, d.value_dim - 1 do values[x] = values[x] * unit end
     values, top, sum = join(a, d, row, values, top, sum)
-    for x = 0, d.dim - 1 do
-      result[row * d.dim + x] = sum == 0 and 0 or values[x] / sum
+    for x = 0, d.value_dim - 1 do
+      result[row * d.value_dim + x] = sum == 0 and 0 or values[x] / sum
     end
     lse[row] = sum == 0 and -math.huge or top + math.log(sum)
   end
   for seq = 0, d.seqs - 1 do attend_sequence(call, a, d, hook, seq, write) end
-  local dims = { d.tokens, d.heads, d.dim }
+  local dims = { d.tokens, d.heads, d.value_dim }
   local values = tensor.tensor(dev, "f32", dims)
   check(C.kvl_tensor_write(values, result, ffi.sizeof(result)))
   values:cast(out:type(), out)

@@ -39,19 +39,20 @@ function M.pointer_of(t, dev)
 end
 
 --- K and V of packed pages as f32 on the device, one after the other, and functions that
--- find rows.
+-- find rows. Shared values are the first numbers of rows of K.
 local function unpack_pages(a, t, p)
   local heads, size, dim = p.kv_heads, p.block_size, p.key.dim
   local n, dev = tonumber(p.blocks), t.memory.device
-  local all = tensor.tensor(dev, "f32", { 2, n, heads, size, dim })
+  local halves = p.value.begin > 0 and 2 or 1
+  local all = tensor.tensor(dev, "f32", { halves, n, heads, size, dim })
   check(C.kvl_read_blocks(t.memory, t.format, tensor.arange(dev, "i32", n), all:index(0),
-    p.value.begin > 0 and all:index(1) or nil)) -- kernels do not read shared values
+    halves == 2 and all:index(1) or nil))
   check(C.kvl_device_sync(dev))
   local function row(of, block, kv_head, token)
     return (((of * n + block) * heads + kv_head) * size + token) * dim
   end
   a.key_row = function(...) return row(0, ...) end
-  a.value_row = function(...) return row(1, ...) end
+  a.value_row = function(...) return row(halves - 1, ...) end
   return all
 end
 
