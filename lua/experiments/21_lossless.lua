@@ -200,7 +200,9 @@ end
 
 -- ---- a shape with random weights ------------------------------------------------------
 
-local WARM = 4 -- steps before the clock starts: one makes buffers, one records the graph
+-- Steps before the clock starts. One makes buffers, one records the graph; and it takes
+-- about 30 until the Lua around the graphs is compiled.
+local WARM = 32
 local ROUNDS_COUNTED = 4 -- in which bytes are counted
 
 --- An engine whose sequences have read their prompts.
