@@ -24,6 +24,20 @@ local function times_of(policy, is_apart)
   return us
 end
 
+--- The same of the first of a few runs in which no other stage than `stage` took as long
+-- as it waits, or of the last one: other programs may delay any of them, now and then.
+local function quiet_times_of(make, stage, waited_us)
+  local us, is_quiet
+  for _ = 1, 8 do
+    us, is_quiet = times_of(make()), true
+    for _, other in ipairs(stages.NAMES) do
+      is_quiet = is_quiet and (other == stage or (us[other] or 0) < waited_us)
+    end
+    if is_quiet then break end
+  end
+  return us
+end
+
 local function waits(field, us, more)
   local def = { name = "waits", decode = true, own_bytes = 0, defaults = { ratio = 0.3 },
                 score = function(_, ctx) return ctx:new_scores(1):fill_(0) end }
@@ -40,7 +54,7 @@ describe("stages of a decode step", function()
   for field, stage in pairs { score = "score", on_decode_offload = "summary",
                               attention_begin = "other" } do
     it(("have the time of %s in %s alone, in each layer"):format(field, stage), function()
-      local us = times_of(waits(field, 20000))
+      local us = quiet_times_of(function() return waits(field, 20000) end, stage, 20000)
       assert.is_true(us[stage] >= 40000 and us.total >= us[stage], us[stage])
       for _, other in ipairs(stages.NAMES) do
         assert.is_true(other == stage or (us[other] or 0) < 20000, other)
@@ -58,7 +72,9 @@ describe("stages of a decode step", function()
         return ctx:new_scores(1):fill_(0)
       end,
     })
-    local us = times_of(kv.policy("layers", { base = "waits_inside", dense = 1 }))
+    local us = quiet_times_of(function()
+      return kv.policy("layers", { base = "waits_inside", dense = 1 })
+    end, "score", 20000)
     require("kvlab.named").give("policies", "waits_inside", nil, nil)
     assert.is_true(us.score >= 20000 and us.select < 20000, us.select)
   end)
