@@ -24,12 +24,12 @@ local SEQUENTIAL = { quest = true, block_mean = true, oracle = true, mass_oracle
   gsa_on_device = true, keydiff_blocks = true, snapkv_blocks = true, nsa = true }
 
 --- Whether a policy is one of these, or one of one's own that is a score alone, made of
--- an expression.
+-- an expression, and always selects the open block.
 local function is_sequential(name)
   if SEQUENTIAL[name] or name ~= tried.own then return SEQUENTIAL[name] end
   local policy = kv.policy(name)
   return policy.expressions.score and not tried.may_read_all(name)
-    and not policy.step_begin
+    and not policy.step_begin and (policy.recent or 0) > 0
 end
 
 local function options_of(name, o)
