@@ -95,7 +95,6 @@ find_premake() {
   [ ! -x "$premake" ] || return 0
   say "building Premake 5, once, into .deps/ (fetches 85 MB)"
   "$root/tools/get_premake.sh" "$premake" >"$deps/premake.log" 2>&1 9>&- || {
-    wait
     tail -n 5 "$deps/premake.log" >&2
     say "could not build Premake 5; the whole output is in .deps/premake.log"
     fail "any Premake 5 will do: put premake5 into PATH and try again"
