@@ -57,19 +57,22 @@ local function no_such_dim(at)
 end
 
 --- Decode with ALiBi as a policy's bias, or without any, checked with the op's own.
-local function hook(seqs, len)
+local function hook(o)
   return function(b, at)
     local slope = kv.expr.const("f32", "slopes", "kv_head", "head")
-    local has_bias, heads = at.hook == "bias", KV_HEADS * at.per_kv_head
+    local has_bias, kv_heads = at.hook == "bias", o.kv_heads or KV_HEADS
+    local heads, dim = at.heads or kv_heads * at.per_kv_head, o.dim or at.head_dim
     local bias = slope * (kv.expr.position - kv.expr.query_position)
-    local r = hooked.prepare(b, { seqs = seqs, len = len, dim = at.head_dim,
-      heads = heads, def = has_bias and { bias = bias } })
-    return { bytes = r.bytes, flops = 4 * at.head_dim * heads * seqs * len,
+    local r = hooked.prepare(b, { seqs = o.seqs, len = o.len, dim = dim, heads = heads,
+      kv_heads = kv_heads, value_dim = o.value_dim, block = o.block,
+      def = has_bias and { bias = bias } })
+    return { bytes = r.bytes,
+      flops = 2 * (dim + (o.value_dim or dim)) * heads * o.seqs * o.len,
       run = function() hooked.attend(r) end,
       check = function()
         hooked.attend(r)
         local want = kv.ops.paged_attention { q = r.q, cache = r.memory,
-          tables = r.ctx.tables, lens = r.ctx.lens,
+          tables = r.ctx.tables, lens = r.ctx.lens, format = r.ctx.format:of(0),
           alibi = has_bias and r.p.slopes:reshape { heads } or nil }
         paged.expect("the result with a hook", r.out, want:cast "f32", 0.02)
       end }
@@ -211,7 +214,7 @@ return function(b)
       "cap+ALiBi", "window+cap+ALiBi" } }, attend { seqs = 4, len = length(8192) })
   walk("C9", "hooks in decode", { { "hook", "none", "bias" },
     { "head_dim", 64, 72, 128, 256 }, { "per_kv_head", 4, 16, 17, 32, 64 } },
-    hook(4, length(4096)))
+    hook { seqs = 4, len = length(4096) })
   walk("C10", "lists of tokens by rows", { FORMATS, { "rows", 1, 4, 16, 17, 64 },
     lengths("k", 512, 2048, 8192) }, attend { len = length(131072) })
   walk("C11", "lists of tokens by head_dim", { FORMATS, DIMS },
@@ -240,4 +243,6 @@ return function(b)
     { "tokens", 1, 2, 4, 8, 16, 17, 64, 256, 1024, 4096 } }, append())
   walk("C21", "prompts", { { "head_dim", 64, 128, 256 }, { "per_kv_head", 1, 4 },
     lengths("prompt", 128, 256, 512, 1024, 2048, 4096) }, attend {})
+  walk("C22", "hooks over latents", { { "hook", "none", "bias" },
+    { "heads", 1, 8, 16, 17, 32, 33, 64, 128 } }, hook(latent))
 end

@@ -96,5 +96,15 @@ return function(b)
     add("weights as log_weight", { log_weight = e.input "weights" }, { selects = true })
     add("mass by emit", { emit = { mass = e.weight:sum "token":mean "head" } },
       { selects = true })
+    for _, heads in ipairs { 16, 128 } do
+      local function of_latents(name, def, alibi)
+        add(("%s, latents, %d heads"):format(name, heads), def, { heads = heads,
+          kv_heads = 1, dim = 576, value_dim = 512, block = 64, alibi = alibi })
+      end
+      of_latents("attention", nil)
+      of_latents("ALiBi of the op", nil, true)
+      of_latents("ALiBi as a bias", { bias = slope * (e.position - e.query_position) })
+      of_latents("mass by emit", { emit = { mass = e.weight:sum "token":mean "head" } })
+    end
   end
 end

@@ -129,6 +129,10 @@ local LATENTS = {
     head_dim = 576, value_dim = 512, alibi = true },
   { dtype = "bf16", q_dtype = "bf16", group = 70, block_size = 8, head_dim = 64,
     value_dim = 64, rows = { 0, 20, 3, 1 }, selects = true, parts = true },
+  { dtype = "f8_latent", q_dtype = "bf16", kv_heads = 1, group = 6, block_size = 16,
+    head_dim = 576, value_dim = 512, rows = { 1, 30, 2, 1 } },
+  { dtype = "f16", q_dtype = "f16", kv_heads = 1, group = 40, block_size = 8,
+    head_dim = 128, value_dim = 96 },
 }
 for _, o in ipairs(LATENTS) do CASES[#CASES + 1] = o end
 

@@ -5,18 +5,18 @@ local policy = require "kvlab.policy.policy"
 
 local M = {}
 
-local BLOCK = paged.BLOCK
 local SHARE = 0.1 -- of the blocks, where some are selected
 
 --- A decode step of an attention over a filled cache.
----@param o table  seqs, len; heads, kv_heads, dim; def: what the policy defines; selects:
---                 a share of the blocks; alibi, soft_cap: of the op
+---@param o table  seqs, len; heads, kv_heads, dim, value_dim, block: as in a cache; def:
+--                 what the policy defines; selects: a share of the blocks; alibi,
+--                 soft_cap: of the op
 function M.prepare(b, o)
   local heads, kv_heads = o.heads or paged.HEADS, o.kv_heads or paged.KV_HEADS
-  local dim = o.dim or paged.DIM
-  local dev, blocks = b.device, o.seqs * (math.ceil(o.len / BLOCK) + 1)
+  local dim, block = o.dim or paged.DIM, o.block or paged.BLOCK
+  local dev, blocks = b.device, o.seqs * (math.ceil(o.len / block) + 1)
   local cache = kv.cache { device = dev, layers = 1, kv_heads = kv_heads, head_dim = dim,
-    block_size = BLOCK, blocks = blocks, format = "bf16" }
+    value_dim = o.value_dim, block_size = block, blocks = blocks, format = "bf16" }
   cache:layer(0):copy_(kv.randn(dev, "bf16", cache:layer(0):dims(), { seed = 1 }))
   local def = { name = "bench", decode = true, select_blocks = function() end,
                 complete = false }
@@ -38,14 +38,15 @@ function M.prepare(b, o)
   ctx:begin_layer(0, q, cache:layer(0))
   local width = ctx.width
   local r = { attention = attention, ctx = ctx, p = p, q = q, memory = cache:layer(0),
-    out = kv.tensor(dev, "bf16", { o.seqs, heads, dim }), keep = { cache, batch, seqs } }
+    out = kv.tensor(dev, "bf16", { o.seqs, heads, cache.value_dim }),
+    keep = { cache, batch, seqs } }
   p.weights = kv.rand(dev, "f32", { o.seqs, kv_heads, width }, { seed = 3 })
   if o.selects then
     local budget = paged.budget(math.ceil(width * SHARE))
     r.selection = (ctx:select(p.weights, budget)):clone()
   end
-  local read = r.selection and r.selection:size(2) * BLOCK or o.len
-  r.bytes = o.seqs * read * 2 * kv_heads * dim * 2
+  local read = r.selection and r.selection:size(2) * block or o.len
+  r.bytes = o.seqs * read * kv_heads * (o.value_dim and dim or 2 * dim) * 2
   return r
 end
 

@@ -16,7 +16,7 @@
 
 /* Brings SLICE keys into tiles of 16, from key `first` of the blocks on: block b has
  * counts[b] keys, from byte start[b] of the cache on. The rest of a tile becomes zeros. C
- * is the type of an element in memory, T in the tiles: packed numbers become floats. */
+ * is the type of an element in memory, T in the tiles; others become floats. */
 template <class C, class T, int D, int DIM, int TOKENS, int BLOCKS, int SLICE, int THREADS>
 DEVICE void emission_keys(char *tiles, const kvl_pages *cache, const int64_t *start,
                           const int *counts, int first) {
@@ -29,9 +29,13 @@ DEVICE void emission_keys(char *tiles, const kvl_pages *cache, const int64_t *st
     const char *strip = (const char *)cache->memory + (has ? start[block] : 0);
     char *to = tiles +
                (key / 16 * 16 * PIECES + kvl::score_piece<PIECES>(key % 16, piece)) * 16;
-    if constexpr (kvl::packs<C>) {
+    if constexpr (!kvl::same<C, T>) {
       kvl::pack<T, N> x = {};
-      if (has) x = kvl::load_row<C, N>(cache->key, strip, token, piece * N);
+      if (has) {
+        const auto row = kvl::load_row<C, N>(cache->key, strip, token, piece * N);
+#pragma unroll
+        for (int e = 0; e < N; e++) x.at[e] = kvl::to_float(row.at[e]);
+      }
       kvl::store_pack<N>((T *)to, x);
     } else {
       kvl::copy_async(kvl::shared_address(to),

@@ -7,6 +7,7 @@
 #include <stdio.h>
 
 #include "args/attention.h"
+#include "cuda/attention/paged_mend.cuh"
 #include "cuda/strip.cuh"
 #include "cuda/driver.cuh"
 #include "hook.h"
@@ -25,6 +26,7 @@ template <> inline constexpr const char *type_name<f8_latent> = "f8_latent";
 template <class C> constexpr const char *codec_suffix = "";
 template <> inline constexpr const char *codec_suffix<f8e4m3> = "_f8";
 template <> inline constexpr const char *codec_suffix<int8> = "_int8";
+template <> inline constexpr const char *codec_suffix<f8_latent> = "_f8_latent";
 
 /* What a kernel gets from a hook; the policy's struct has the same layout (print/cuda.lua). */
 struct hook_argument {
@@ -82,6 +84,16 @@ inline int launch_hooked(const kvl_hooked_attention_args &h, const hook_kernel &
                     param2 ? (void *)param2 : &hook, &hook};
   error = f.launch(&config, (CUfunction)kernel, params, nullptr);
   return error == CUDA_SUCCESS ? KVL_OK : hook_failed(error, "launch");
+}
+
+/* Computes the rows again that a kernel with a hook has noted in the workspace. C: the codec,
+ * or void for that of T. */
+template <class T, class C>
+int launch_hooked_mend(const kvl_hooked_attention_args &h, const kvl_cuda_queue *q) {
+  const uint8_t *notes = (const uint8_t *)h.base.workspace;
+  hook_kernel k = {"", mend_blocks(h.base, q->sm_count), 1, MEND_WARPS * WARP, 0, true};
+  snprintf(k.name, sizeof k.name, "mend_%s%s", type_name<T>, codec_suffix<C>);
+  return launch_hooked(h, k, &h.base, &notes, q);
 }
 
 }  // namespace kvl

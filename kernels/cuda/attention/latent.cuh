@@ -46,13 +46,14 @@ constexpr float LATENT_RISE = 9.f;
  *
  * What runs once for a piece of work is short code: instructions that run for the first time
  * come from memory, which takes longer than what they do. */
-template <class T, class shape, int HALF> struct latent_many {
+template <class T, class shape, int HALF, class H> struct latent_many {
   static constexpr int KEYS = shape::KEYS, COLUMNS = shape::D / 2, STEPS = KEYS / 16;
   static constexpr int BOTH = 2 * WARPGROUP;       /* threads of both consumers */
   static constexpr int EVEN = 1, ODD = 2, END = 3; /* barriers: weights are ready; the end */
 
   const kvl_paged_attention_args &a;
   const wgmma_plan &plan;
+  const H &hook;
   latent_memory<shape> &memory;
   const int warp, lane, pair; /* pair: this lane's first column of every eight */
   const int r0, r1;           /* its rows */
@@ -66,9 +67,9 @@ template <class T, class shape, int HALF> struct latent_many {
   latent_stage<shape> stage;
 
   __device__ __forceinline__ latent_many(const kvl_paged_attention_args &a_,
-                                         const wgmma_plan &plan_,
+                                         const wgmma_plan &plan_, const H &hook_,
                                          latent_memory<shape> &memory_)
-      : a(a_), plan(plan_), memory(memory_), warp(threadIdx.x / WARP % 4),
+      : a(a_), plan(plan_), hook(hook_), memory(memory_), warp(threadIdx.x / WARP % 4),
         lane(threadIdx.x % WARP), pair(lane % 4 * 2), r0(warp * 16 + lane / 4), r1(r0 + 8),
         rule(a_) {}
 
@@ -123,8 +124,25 @@ template <class T, class shape, int HALF> struct latent_many {
                                           (float)kvl__apart(index[j / 2 * 8 + j % 2], at);
       }
     }
+    if constexpr (H::ACTIVE) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) change_row(i, index);
+    }
     const int2 span = memory.span(HALF);
     if (span.x < low || span.y > high) mask(index);
+  }
+  /* Has the hook change the scores of the thread's row i. */
+  __device__ __forceinline__ void change_row(int i, const int *index) {
+    const int r = i ? r1 : r0;
+    const hook_row of = row_for_hook(a, *w, r);
+    const bool has = r < w->tokens * w->heads_each;
+#pragma unroll
+    for (int j = 0; j < KEYS / 4; j++) {
+      const int key = index[j / 2 * 8 + j % 2];
+      float &x = s[j / 2 * 4 + 2 * i + j % 2];
+      x = hook(x, of, key < of.length ? key : 0);
+      if (has && key < of.length) keep_score(hook, w->rows().row(a, r), key, x);
+    }
   }
   __device__ __forceinline__ void mask(const int *index) {
     const int length = a.lens[w->seq], tree = tree_begin(a, length), last = w->tokens - 1;
@@ -317,8 +335,7 @@ template <class T, class shape, int HALF> struct latent_many {
     }
   }
   __device__ __forceinline__ void write_row(int i, int r, bool has, float sum, bool mended) {
-    const query_rows rows = w->rows();
-    const int64_t row = rows.token(r) * a.heads + rows.head(r), at = row * a.cache.value.dim;
+    const int64_t row = w->rows().row(a, r), at = row * a.cache.value.dim;
     const bool first = has && HALF == 0 && pair == 0, writes = has && writes_row(a, mended);
     if (first) plan.notes[row] = mended;
     row_end end = {};
@@ -339,7 +356,8 @@ template <class T, class shape, int HALF> struct latent_many {
   }
   __device__ __forceinline__ void write_work() {
     /* A row that has to be computed again is marked by the sign of its sum. */
-    const bool own[2] = {!a.listed && mends(0), !a.listed && mends(1)};
+    const bool checks = H::HIDES || !a.listed;
+    const bool own[2] = {checks && mends(0), checks && mends(1)};
     float sum[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) sum[r] = warp_sum<4>(l[r]);
@@ -398,7 +416,7 @@ template <class T, class shape, int HALF> struct latent_many {
  * numbers of each key, and then with half of the numbers of each value. The scores have a
  * column for each row of q, and the threads of both consumers divide them: LANES neighbouring
  * threads share a column, and each of them takes EACH keys. */
-template <class T, class shape> struct latent_few {
+template <class T, class shape, class H> struct latent_few {
   static constexpr int N = shape::ROWS, BOTH = 2 * WARPGROUP, LANES = BOTH / N;
   static constexpr int EACH = shape::KEYS / LANES, COLUMN = shape::COLUMN;
   static constexpr int STEPS = shape::KEY_DIMS / 32; /* of a consumer's products of keys */
@@ -406,6 +424,7 @@ template <class T, class shape> struct latent_few {
 
   const kvl_paged_attention_args &a;
   const wgmma_plan &plan;
+  const H &hook;
   latent_memory<shape> &memory;
   const int half, warp, lane, pair;
   const int column, first; /* of the scores: this thread's, and its first key */
@@ -416,10 +435,10 @@ template <class T, class shape> struct latent_few {
   latent_stage<shape> stage;
 
   __device__ __forceinline__ latent_few(const kvl_paged_attention_args &a_,
-                                        const wgmma_plan &plan_,
+                                        const wgmma_plan &plan_, const H &hook_,
                                         latent_memory<shape> &memory_, int half_)
-      : a(a_), plan(plan_), memory(memory_), half(half_), warp(threadIdx.x / WARP % 4),
-        lane(threadIdx.x % WARP), pair(lane % 4 * 2),
+      : a(a_), plan(plan_), hook(hook_), memory(memory_), half(half_),
+        warp(threadIdx.x / WARP % 4), lane(threadIdx.x % WARP), pair(lane % 4 * 2),
         column((int)(threadIdx.x - WARPGROUP) / LANES),
         first((int)threadIdx.x % LANES * EACH), rule(a_) {}
 
@@ -452,6 +471,13 @@ template <class T, class shape> struct latent_few {
 #pragma unroll
     for (int i = 0; i < N / 2; i++) to[place(i)] = s[i];
   }
+  /* Has the hook change the score of this thread's row and a key. */
+  __device__ __forceinline__ void change(float &score, int key) const {
+    const hook_row of = row_for_hook(a, w, column);
+    score = hook(score, of, key < of.length ? key : 0);
+    if (column < w.heads_each && key < of.length)
+      keep_score(hook, w.rows().row(a, column), key, score);
+  }
   /* Turns this thread's products into weights in shared memory, and passes on the factor by
    * which the sums of its row shrink. */
   __device__ __forceinline__ void weigh(int stage, const wgmma_sight &sight) {
@@ -472,6 +498,7 @@ template <class T, class shape> struct latent_few {
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
       if (a.alibi) x[e] += slope * (float)kvl__apart(index[e], w.index0);
+      if constexpr (H::ACTIVE) change(x[e], index[e]);
       if (!sight.sees(index[e])) x[e] = -INFINITY;
       top = fmaxf(top, x[e]);
     }
@@ -518,15 +545,28 @@ template <class T, class shape> struct latent_few {
     for (int b = 0; b < BLOCKS; b++) settle(out[b]);
   }
 
+  /* A hook may hide a key from one row and show it to another. A row has to be computed again
+   * if its sums are not finite (paged_mend.cuh): the sign of its sum of weights says so. */
+  __device__ __forceinline__ void mark_rows() const {
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) {
+      const int at = i / 2 * 4 + i % 2;
+      float all = 0.f;
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) all += out[b][at] + out[b][at + 2];
+      if (!(all * 0.f == 0.f))
+        atomicOr((unsigned *)&memory.told[1][i / 2 * 8 + pair + i % 2], 1u << 31);
+    }
+  }
   /* Writes four neighbours of row r. */
   __device__ __forceinline__ void write(int r, int dim, float m_, float sum, float (&x)[4]) {
     const int D = a.cache.value.dim;
+    const bool mends = H::HIDES && __float_as_int(sum) < 0;
+    sum = fabsf(sum);
     if (w.part < 0) {
-      const query_rows rows = w.rows();
-      const int64_t row = rows.token(r) * a.heads + rows.head(r);
-      if (dim == 0) plan.notes[row] = 0;
-      const row_end end = end_row(a, row, m_, sum);
-      write_row(a, end, row, dim, x);
+      const int64_t row = w.rows().row(a, r);
+      if (dim == 0) plan.notes[row] = mends;
+      if (writes_row(a, mends)) write_row(a, end_row(a, row, m_, sum), row, dim, x);
       return;
     }
     const int64_t row = (int64_t)w.part * plan.rows + r;
@@ -534,7 +574,7 @@ template <class T, class shape> struct latent_few {
 #pragma unroll
     for (float &y : x) y *= scale;
     store_floats(plan.out + row * D + dim, x);
-    if (dim == 0) plan.lse[row] = sum == 0.f ? -INFINITY : m_ + log2f(sum);
+    if (dim == 0) plan.lse[row] = mends ? NAN : sum == 0.f ? -INFINITY : m_ + log2f(sum);
   }
   __device__ __forceinline__ void write_work() {
     const float *const maxima = memory.told[0], *const sums = memory.told[1];
@@ -542,6 +582,10 @@ template <class T, class shape> struct latent_few {
     named_sync(1, BOTH); /* the last tile's were read */
     if (first == 0) memory.told[0][column] = m, memory.told[1][column] = l;
     named_sync(1, BOTH);
+    if constexpr (H::HIDES) {
+      mark_rows();
+      named_sync(1, BOTH);
+    }
     float *const rows = memory.partial(half);
     const int thread = threadIdx.x % WARPGROUP;
 #pragma unroll
@@ -598,17 +642,15 @@ template <class T, class shape> struct latent_few {
 
 #endif
 
-template <class T, class shape>
-__global__ void __maxnreg__(shape::REGISTERS)
-    latent_attention(const __grid_constant__ kvl_paged_attention_args a,
-                     const __grid_constant__ CUtensorMap map,
-                     const __grid_constant__ CUtensorMap last,
-                     const __grid_constant__ wgmma_plan plan) {
+template <class T, class shape, class H>
+__device__ __forceinline__ void attend_latents(const kvl_paged_attention_args &a,
+                                               const wgmma_maps &maps, const wgmma_plan &plan,
+                                               const H &hook) {
 #if KVL_SM90A
   __shared__ latent_memory<shape> memory;
   if (threadIdx.x == 0) {
-    prefetch_map(&map);
-    prefetch_map(&last);
+    prefetch_map(&maps.rows);
+    prefetch_map(&maps.last);
     memory.init(plan);
   }
   __syncthreads();
@@ -619,19 +661,28 @@ __global__ void __maxnreg__(shape::REGISTERS)
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
   if (warpgroup == 1 || warpgroup == 2) {
     registers_take<shape::TAKE>();
-    if constexpr (shape::FEW) latent_few<T, shape>(a, plan, memory, warpgroup - 1).attend();
-    else if (warpgroup == 1) latent_many<T, shape, 0>(a, plan, memory).attend();
-    else latent_many<T, shape, 1>(a, plan, memory).attend();
+    if constexpr (shape::FEW)
+      latent_few<T, shape, H>(a, plan, hook, memory, warpgroup - 1).attend();
+    else if (warpgroup == 1) latent_many<T, shape, 0, H>(a, plan, hook, memory).attend();
+    else latent_many<T, shape, 1, H>(a, plan, hook, memory).attend();
   } else {
     registers_give<shape::GIVE>();
     if constexpr (shape::F8)
       latent_converter<T, shape>(a, plan, memory, warp < 4 ? warp : warp - 8).bring();
     else if (warp == 3) find_work(a, plan, memory);
     else if (plan.box == 0 && warp < 2) bring_latents(a, plan, memory, warp);
-    else if (warp == 0) bring_boxes(a, map, last, plan, memory);
+    else if (warp == 0) bring_boxes(a, maps, plan, memory);
     else bring_queries<T>(a, memory, 2 - warp, plan.box == 0 ? 1 : 2);
   }
 #endif
+}
+
+template <class T, class shape>
+__global__ void __maxnreg__(shape::REGISTERS)
+    latent_attention(const __grid_constant__ kvl_paged_attention_args a,
+                     const __grid_constant__ wgmma_maps maps,
+                     const __grid_constant__ wgmma_plan plan) {
+  attend_latents<T, shape>(a, maps, plan, no_hook());
 }
 
 }  // namespace kvl

@@ -204,7 +204,7 @@ struct latent_keys {
     begin = window_begin(a, w.index0);
     end = a.listed && a.causal ? min(w.index0 + 1, w.length) : w.length;
     seq = w.seq, token = w.token0, length = a.lens[w.seq];
-    tree = a.listed ? tree_begin(a, length) : INT_MAX;
+    tree = a.listed || !a.starts ? tree_begin(a, length) : INT_MAX;
   }
   __device__ __forceinline__ int entry_of(int key) const {
     return a.listed ? key : plan.by_block.quotient(key);
@@ -347,9 +347,8 @@ __device__ void bring_latents(const kvl_paged_attention_args &a, const wgmma_pla
  * first lane of a box copies it. A box that does not exist lies outside of the map, and becomes
  * zeros; keys past the end of a sequence are cleared. */
 template <class shape>
-__device__ void bring_boxes(const kvl_paged_attention_args &a, const CUtensorMap &map,
-                            const CUtensorMap &last, const wgmma_plan &plan,
-                            latent_memory<shape> &memory) {
+__device__ void bring_boxes(const kvl_paged_attention_args &a, const wgmma_maps &maps,
+                            const wgmma_plan &plan, latent_memory<shape> &memory) {
   constexpr int GROUPS = shape::KEYS / 8;
   const int lane = threadIdx.x % WARP, g = lane % GROUPS, strips = kvl__strips(&a.cache);
   const int leader = g - g % plan.box, outside = (int)a.cache.blocks * strips;
@@ -390,8 +389,9 @@ __device__ void bring_boxes(const kvl_paged_attention_args &a, const CUtensorMap
         else barrier_arrive(full);
         __syncwarp();
         if (leads)
-          copy_box_from(to + g * latent_group(piece), piece == LATENT_LAST ? &last : &map,
-                        latent_part(piece), from, row, arrive);
+          copy_box_from(to + g * latent_group(piece),
+                        piece == LATENT_LAST ? &maps.last : &maps.rows, latent_part(piece),
+                        from, row, arrive);
         if (!clear) continue;
         barrier_wait(arrive, sides >> s & 1);
         for (uint32_t rest = clear; rest; rest &= rest - 1) {

@@ -436,16 +436,6 @@ template <class T, int D> int launch_hooked_wgmma(const hooked &h, const kvl_cud
   });
 }
 
-/* Computes the rows again that a kernel with a hook has noted in the workspace. */
-template <class T> int launch_hooked_mend(const hooked &h, const kvl_cuda_queue *q) {
-  const uint8_t *notes = (const uint8_t *)h.base.workspace;
-  hook_kernel k = {"", mend_blocks(h.base, q->sm_count), 1, MEND_WARPS * WARP, 0, true};
-  const char *last = with_codec<void>(
-      h.base.cache.codec, [](auto of) { return codec_suffix<typename decltype(of)::C>; });
-  snprintf(k.name, sizeof k.name, "mend_%s%s", type_name<T>, last);
-  return launch_hooked(h, k, &h.base, &notes, q);
-}
-
 template <class T> int launch_16bit_prefill(const hooked &h, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
   if (by_wgmma(h, q->device)) {
@@ -478,7 +468,10 @@ template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
                      : is_decode ? launch_16bit_decode<T>(h, q)
                                  : launch_16bit_prefill<T>(h, q);
   const bool mends = is_decode ? decode_notes(h) : h.hook != nullptr;
-  return status < 0 || !mends ? status : launch_hooked_mend<T>(h, q);
+  if (status < 0 || !mends) return status;
+  return with_codec<void>(a.cache.codec, [&](auto of) {
+    return launch_hooked_mend<T, typename decltype(of)::C>(h, q);
+  });
 }
 
 int launch(const hooked &h, const kvl_cuda_queue *q) {

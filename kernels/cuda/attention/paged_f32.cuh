@@ -166,7 +166,7 @@ template <class T, int D, int ROWS> struct f32_state {
       m[r] = -INFINITY;
       l[r] = 0.f;
       const bool has = r < rows.count;
-      const int64_t row = has ? (rows.token(r) * a.heads + rows.head(r)) * head_dim : 0;
+      const int64_t row = has ? rows.row(a, r) * head_dim : 0;
 #pragma unroll
       for (int e = 0; e < 8; e += shape::NUMBERS) {
         float part[shape::NUMBERS] = {};
@@ -256,7 +256,7 @@ template <class T, int D, int ROWS> struct f32_state {
         const hook_row row = {seq, a.cache.kv_heads, kv_head, head, length, sees.index[r]};
         score = hook(score, row, max(at, 0));
         if (at >= 0 && r < rows.count && threadIdx.x % (LANES / 4) == 0)
-          keep_score(hook, rows.token(r) * a.heads + rows.head(r), at, score);
+          keep_score(hook, rows.row(a, r), at, score);
       }
       const bool hidden = at < sees.begin[r] || at > sees.limit[r] ||
                           (at >= tree && r < rows.count &&

@@ -190,7 +190,7 @@ __device__ __forceinline__ void mend_rows(const kvl_paged_attention_args &a,
         if constexpr (H::ACTIVE) {
           if (a.listed && r.seq >= 0) {
             const plain_divisor by = {(uint32_t)a.cache.block_size};
-            compute_row<T, C>(a, r, hook, listed_keys(a, by, r.token, r.kv_head), 0);
+            compute_row<T, C, MOST>(a, r, hook, listed_keys(a, by, r.token, r.kv_head), 0);
             continue;
           }
         }

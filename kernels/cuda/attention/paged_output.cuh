@@ -16,6 +16,9 @@ struct query_rows {
   int head0, heads_each, count;
   __device__ int64_t token(int r) const { return token0 + r / heads_each; }
   __device__ int head(int r) const { return head0 + r % heads_each; }
+  __device__ int64_t row(const kvl_paged_attention_args &a, int r) const { /* of q */
+    return token(r) * a.heads + head(r);
+  }
 };
 
 /* Finds the query rows of a thread block, at most ROWS: those of tile number `number`, for the
@@ -114,7 +117,7 @@ __device__ void finish_rows(const kvl_paged_attention_args &a, const query_rows 
 #pragma unroll
       for (int e = 0; e < 8; e++) x[e] += weight * part[e];
     }
-    const int64_t row = rows.token(r) * a.heads + rows.head(r);
+    const int64_t row = rows.row(a, r);
     row_end end = end_row(a, row, m, sum);
     end.scale *= value_scale;
     finish(a, end, row * a.cache.value.dim + dim, x);

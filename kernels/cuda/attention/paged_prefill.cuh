@@ -149,7 +149,7 @@ struct prefill_row {
   __device__ __forceinline__ const T *query(const kvl_paged_attention_args &a,
                                             const query_rows &rows, int head_dim) const {
     if (!has) return nullptr;
-    return (const T *)a.q + (rows.token(r) * a.heads + rows.head(r)) * head_dim;
+    return (const T *)a.q + rows.row(a, r) * head_dim;
   }
   __device__ __forceinline__ bool sees(int index) const {
     return index >= low && index <= limit;
@@ -275,7 +275,7 @@ __device__ __forceinline__ void write_out(const kvl_paged_attention_args &a,
                                           int r, int head_dim, const float (&out)[N][4],
                                           int half, float m, float l, bool mends,
                                           float v_scale, int pair) {
-  int64_t row = rows.token(r) * a.heads + rows.head(r);
+  int64_t row = rows.row(a, r);
   if (parts.shares > 1) {
     row += blockIdx.z * a.tokens * a.heads;
     const float scale = l == 0.f ? 0.f : v_scale / l;

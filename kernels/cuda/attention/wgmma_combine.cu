@@ -33,23 +33,21 @@ struct combined_item {
     share = share_of(total, first, shares);
     count = share_of(total, first + tiles - 1, shares) - share + 1;
   }
-  __device__ __forceinline__ int64_t row(const kvl_paged_attention_args &a, int r) const {
-    return rows.token(r) * a.heads + rows.head(r);
-  }
   /* Joins some dims of row r, and writes them. Returns whether the row has to be computed
    * again. */
   __device__ __forceinline__ bool join(const kvl_paged_attention_args &a,
                                        const wgmma_plan &plan, const combine_lanes &lanes,
-                                       int r, int dim) const {
+                                       int r, int dim, bool hooked) const {
     const int D = a.cache.value.dim;
     float m, sum, x[4];
     auto part = [&](int i) {
       return (uint32_t)(plan.part(share + i, beside, i == 0) * plan.rows + r);
     };
     join_parts(lanes, plan.out, plan.lse, D, dim, count, part, x, m, sum);
-    const bool mends = sum != sum && !a.listed;
+    const bool mends = sum != sum && (hooked || !a.listed);
+    const int64_t row = rows.row(a, r);
     if (lanes.mine == 0 && dim < D && !mends)
-      write_row(a, end_row(a, row(a, r), m, sum), row(a, r), dim, x);
+      write_row(a, end_row(a, row, m, sum), row, dim, x);
     return mends;
   }
 };
@@ -78,8 +76,8 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     compute_row<T, C, MOST>(a, noted, no_hook());
   };
   auto join = [&](const combined_item &item, int r, int piece) {
-    const bool mends = item.join(a, plan, lanes, r, lanes.dim(piece)) && piece == 0;
-    if (hooked && piece == 0 && lane == 0) plan.notes[item.row(a, r)] = mends;
+    const bool mends = item.join(a, plan, lanes, r, lanes.dim(piece), hooked) && piece == 0;
+    if (hooked && piece == 0 && lane == 0) plan.notes[item.rows.row(a, r)] = mends;
     return mends && !hooked;
   };
   if constexpr (BY_ITEM) {
@@ -96,9 +94,9 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
         uint32_t rest; /* bit n: row r + n has to be computed again */
         if (whole)
           rest = __ballot_sync(
-              ALL_LANES, !hooked && r + lane < end && plan.notes[item.row(a, r + lane)]);
+              ALL_LANES, !hooked && r + lane < end && plan.notes[item.rows.row(a, r + lane)]);
         else rest = join(item, r, step % pieces);
-        for (; rest; rest &= rest - 1) again(item.row(a, r + __ffs(rest) - 1));
+        for (; rest; rest &= rest - 1) again(item.rows.row(a, r + __ffs(rest) - 1));
       }
     }
   } else {
@@ -109,9 +107,10 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
       const int of = all / plan.rows, r = all - of * plan.rows, entry = of / plan.lanes;
       const combined_item item(a, plan, entry, of - entry * plan.lanes);
       if (r >= item.rows.count) continue;
-      const bool noted = item.count > 1 ? join(item, r, piece)
-                                        : !hooked && piece == 0 && plan.notes[item.row(a, r)];
-      if (noted) again(item.row(a, r));
+      const bool noted = item.count > 1
+                             ? join(item, r, piece)
+                             : !hooked && piece == 0 && plan.notes[item.rows.row(a, r)];
+      if (noted) again(item.rows.row(a, r));
     }
   }
   wait_for_previous();

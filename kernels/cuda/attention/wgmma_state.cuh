@@ -230,7 +230,7 @@ __device__ __forceinline__ void write_row_of_work(const kvl_paged_attention_args
             x.out[4 * n + 2 * i] * scale, x.out[4 * n + 2 * i + 1] * scale);
     return;
   }
-  const int64_t row = rows.token(r) * a.heads + rows.head(r);
+  const int64_t row = rows.row(a, r);
   if (has && pair == 0) plan.notes[row] = mends;
   const bool writes = has && writes_row(a, mends);
   row_end end = {};
@@ -288,7 +288,7 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
     scale[i] = sum == 0.f ? 0.f : 1.f / sum;
     if (shape::F8) scale[i] *= v_scale;
     const int own = r + next_row(lane / 4) + SECOND_ROW * i;
-    const int64_t row = rows.token(own) * a.heads + rows.head(own);
+    const int64_t row = rows.row(a, own);
     const bool mends = x.mends(i), first = lane % 4 == 0 && own < rows.count;
     if (first) plan.notes[row] = mends;
     if (first && a.lse) a.lse[row] = sum == 0.f ? -INFINITY : (x.m[i] + log2f(sum)) * LN2;
@@ -297,10 +297,8 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
 #pragma unroll
   for (int j = 0; j < 16 / ROWS; j++) {
     const int row = r + next_row(j * ROWS + lane / PIECES);
-    to[j] = row < rows.count
-                ? (T *)a.out + (rows.token(row) * a.heads + rows.head(row)) * head_dim +
-                      lane % PIECES * 8
-                : nullptr;
+    to[j] = row < rows.count ? (T *)a.out + rows.row(a, row) * head_dim + lane % PIECES * 8
+                             : nullptr;
   }
 #pragma unroll
   for (int c = 0; c < D / COLUMNS; c++) {
@@ -378,7 +376,7 @@ __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
     const C *k = (const C *)((const char *)a.cache.memory +
                              kvl__row_at(&a.cache, &a.cache.key, max(at.physical, 0),
                                          w.kv_head, token));
-    const T *q = (const T *)a.q + (rows.token(own) * a.heads + rows.head(own)) * head_dim;
+    const T *q = (const T *)a.q + rows.row(a, own) * head_dim;
     const bool is_bf16 = shape::F8 && a.dtype == KVL_DTYPE_BF16;
     float s = 0.f;
 #pragma unroll 1

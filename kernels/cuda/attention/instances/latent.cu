@@ -1,6 +1,6 @@
 /* Attention over pages whose values are the first numbers of their keys: which kernel takes a
  * call, and its launch. latent.cuh has 16-bit queries on Hopper, over pages of their dtype or of
- * f8_latent with values of 512 numbers, without a hook; latent_rows.cuh has everything else. */
+ * f8_latent with values of 512 numbers; latent_rows.cuh has everything else. */
 #include "cuda/attention/latent_launch.cuh"
 
 #include "cuda/attention/hook_launch.cuh"
@@ -22,12 +22,13 @@ bool takes(const kvl_paged_attention_args &a, int device) {
                   : a.cache.codec == a.dtype && a.cache.value.dim <= VALUES;
 }
 
-/* The result of f with the shape for a call. */
+/* The result of f with the shape for a call. A hook is compiled for one, by the same rules
+ * (print/cuda_attention.lua). */
 template <bool F8, class F> auto with_rows(const kvl_paged_attention_args &a, F f) {
   const int64_t group = a.heads / a.cache.kv_heads;
   const bool one = a.listed || !a.starts; /* token for a tile */
-  if (one && !a.tree && group <= 16) return f(latent_shape<16, F8>());
-  if (one && !a.tree && group <= 32) return f(latent_shape<32, F8>());
+  if (one && group <= 16) return f(latent_shape<16, F8>());
+  if (one && group <= 32) return f(latent_shape<32, F8>());
   return f(latent_shape<64, F8>());
 }
 template <class F> auto with_shape(const kvl_paged_attention_args &a, F f) {
@@ -59,41 +60,67 @@ template <class shape>
 size_t plan_of(const kvl_paged_attention_args &a, int device, int sm_count,
                wgmma_plan &plan) {
   const size_t bytes = plan_wgmma<shape>(a, false, device, sm_count, plan);
-  /* Boxes also bring neighbouring keys, and keys that no window shows. */
-  if (shape::F8 || a.listed || a.window > 0 || a.cache.key.dim % 64) plan.box = 0;
+  /* Boxes also bring neighbouring keys, and keys that no window or tree shows. */
+  const bool is_apart = a.listed || a.window > 0 || (a.tree && !a.starts);
+  if (shape::F8 || is_apart || a.cache.key.dim % 64) plan.box = 0;
   return bytes;
 }
 
-template <class T, class shape>
-int launch_tiles(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+/* Joins divided work, and computes the rows again whose sums are not finite. With a hook that
+ * may hide keys, its own kernel does the latter. */
+template <class T, class C>
+int finish_tiles(const kvl_hooked_attention_args &h, const wgmma_plan &plan,
+                 const kvl_cuda_queue *q) {
+  const kvl_paged_attention_args &a = h.base;
+  const bool hides = h.hook && !h.only_keeps;
+  const int status = plan.shares > 0 ? launch_wgmma_combine(a, plan, hides, q) : KVL_OK;
+  if (status < 0) return status;
+  if (hides) return launch_hooked_mend<T, C>(h, q);
+  return plan.shares > 0 || a.listed ? status : launch_mend<T, C, VALUES>(a, q);
+}
+
+template <class T, class C, class shape>
+int launch_tiles(const kvl_hooked_attention_args &h, const kvl_cuda_queue *q) {
   constexpr auto kernel = latent_attention<T, shape>;
+  const kvl_paged_attention_args &a = h.base;
   wgmma_plan plan;
   plan_of<shape>(a, q->device, q->sm_count, plan);
-  CUtensorMap map, last;
-  int status = map_latents<T>(a.cache, plan.box, latent_parts(0), &map);
+  wgmma_maps maps;
+  int status = map_latents<T>(a.cache, plan.box, latent_parts(0), &maps.rows);
   if (status == KVL_OK)
-    status = map_latents<T>(a.cache, plan.box, latent_parts(LATENT_LAST), &last);
-  if (status == KVL_OK) status = allow_shared<kernel>(q, shape::SHARED_BYTES);
-  if (status == KVL_OK) status = prefer_shared<kernel>(q);
-  if (status < 0) return status;
-  if (plan.shares > 0) {
-    status = launch_programmatic(kernel, plan.shares * plan.side, shape::THREADS,
-                                 shape::SHARED_BYTES, q, a, map, last, plan);
-    return status < 0 ? status : launch_wgmma_combine(a, plan, false, q);
-  }
-  if (plan.counter)
+    status = map_latents<T>(a.cache, plan.box, latent_parts(LATENT_LAST), &maps.last);
+  if (status == KVL_OK && plan.counter)
     status = kvl__cuda_check(cudaMemsetAsync(plan.counter, 0, sizeof(int), q->stream));
   if (status < 0) return status;
+  const bool divides = plan.shares > 0;
   const int64_t items = (int64_t)plan.entries * plan.lanes;
-  const int blocks = items < q->sm_count ? (int)items : q->sm_count;
-  kernel<<<blocks, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, map, last, plan);
-  using C = std::conditional_t<shape::F8, f8_latent, T>;
-  return a.listed ? (int)KVL_OK : launch_mend<T, C, VALUES>(a, q);
+  const int blocks = divides               ? plan.shares * plan.side
+                     : items < q->sm_count ? (int)items
+                                           : q->sm_count;
+  if (h.hook) {
+    hook_kernel k = {"", blocks, 1, shape::THREADS, shape::SHARED_BYTES, divides};
+    snprintf(k.name, sizeof k.name, "latent_%d_%s%s", shape::ROWS, type_name<T>,
+             codec_suffix<C>);
+    status = launch_hooked(h, k, &a, &maps, q, &plan);
+  } else {
+    status = allow_shared<kernel>(q, shape::SHARED_BYTES);
+    if (status == KVL_OK) status = prefer_shared<kernel>(q);
+    if (status < 0) return status;
+    if (divides)
+      status = launch_programmatic(kernel, blocks, shape::THREADS, shape::SHARED_BYTES, q, a,
+                                   maps, plan);
+    else kernel<<<blocks, shape::THREADS, shape::SHARED_BYTES, q->stream>>>(a, maps, plan);
+  }
+  return status < 0 ? status : finish_tiles<T, C>(h, plan, q);
 }
 
 template <class T>
-int launch_16bit(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  return with_shape(a, [&](auto shape) { return launch_tiles<T, decltype(shape)>(a, q); });
+int launch_16bit(const kvl_hooked_attention_args &h, const kvl_cuda_queue *q) {
+  return with_shape(h.base, [&](auto of) {
+    using shape = decltype(of);
+    using C = std::conditional_t<shape::F8, f8_latent, T>;
+    return launch_tiles<T, C, shape>(h, q);
+  });
 }
 
 template <class T, class C>
@@ -118,8 +145,8 @@ int launch_rows(const kvl_hooked_attention_args &h, const kvl_cuda_queue *q) {
 int launch_latent(const kvl_hooked_attention_args &h, const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
   const bool is_bf16 = a.dtype == KVL_DTYPE_BF16;
-  if (!h.hook && takes(a, q->device))
-    return is_bf16 ? launch_16bit<__nv_bfloat16>(a, q) : launch_16bit<__half>(a, q);
+  if (takes(a, q->device))
+    return is_bf16 ? launch_16bit<__nv_bfloat16>(h, q) : launch_16bit<__half>(h, q);
   if (is_f8(a)) KVL_CUDA_BY_FLOAT(a.dtype, T, { return (launch_rows<T, f8_latent>(h, q)); })
   if (is_bf16) return launch_rows<__nv_bfloat16, __nv_bfloat16>(h, q);
   if (a.dtype == KVL_DTYPE_F16) return launch_rows<__half, __half>(h, q);
@@ -128,7 +155,7 @@ int launch_latent(const kvl_hooked_attention_args &h, const kvl_cuda_queue *q) {
 
 size_t latent_bytes(const kvl_hooked_attention_args &h, int device, int sm_count) {
   const kvl_paged_attention_args &a = h.base;
-  if (h.hook || !takes(a, device)) return 0;
+  if (!takes(a, device)) return 0;
   return with_shape(a, [&](auto shape) {
     wgmma_plan plan;
     return plan_of<decltype(shape)>(a, device, sm_count, plan);

@@ -54,7 +54,7 @@ local MEND = [[
 extern "C" __global__ void __launch_bounds__(kvl::MEND_WARPS *kvl::WARP)
     mend_%s%s(const __grid_constant__ kvl_paged_attention_args a, const uint8_t *notes,
               const __grid_constant__ policy_hook hook) {
-  kvl::mend_rows<%s, %s>(a, notes, hook);
+  kvl::mend_rows<%s, %s, %d>(a, notes, hook);
 }
 ]]
 -- On Hopper.
@@ -77,8 +77,18 @@ extern "C" __global__ void __launch_bounds__(kvl::f32_shape<%s, %d>::WARPS *kvl:
 }
 ]]
 
--- Over latents.
+-- Over latents: on Hopper, and everywhere.
 local LATENT = [[
+using shape = kvl::latent_shape<%d, %s>;
+extern "C" __global__ void __maxnreg__(shape::REGISTERS)
+    latent_%d_%s%s(const __grid_constant__ kvl_paged_attention_args a,
+                   const __grid_constant__ kvl::wgmma_maps maps,
+                   const __grid_constant__ kvl::wgmma_plan plan,
+                   const __grid_constant__ policy_hook hook) {
+  kvl::attend_latents<%s, shape>(a, maps, plan, hook);
+}
+]]
+local LATENT_ROWS = [[
 extern "C" __global__ void __launch_bounds__(kvl::LATENT_ROW_WARPS *kvl::WARP)
     latent_%s_%s(const __grid_constant__ kvl_paged_attention_args a,
                  const __grid_constant__ policy_hook hook) {
@@ -98,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(%s, %s)
 local LISTED_SHAPE = "using shape = kvl::%s;\n"
 
 local CPP = printer.CPP
+local LATENT_VALUES = 512 -- latent_shape::D
 local SHORT = { f32 = "f32", f16 = "f16", bf16 = "bf16", f8e4m3 = "f8",
                 int8 = "int8", f8_latent = "f8_latent" }
 
@@ -141,18 +152,31 @@ local function listed_kernel(dim, group, q, kv, last, mend, target)
       ("listed<%s, %s, %d, %d>"):format(CPP[q], CPP[kv], size, warps)) .. mend
 end
 
+--- The same over latents, with the rules of instances/latent.cu.
+local function latent_kernel(plan, target)
+  local q, kv, values = plan.q_dtype, plan.codec, plan.value_dim
+  local is_f8 = kv == "f8_latent"
+  local fits = is_f8 and values == LATENT_VALUES or kv == q and values <= LATENT_VALUES
+  if target ~= "sm_90a" or q == "f32" or not fits then
+    return "latent_rows", LATENT_ROWS:format(SHORT[q], SHORT[kv], CPP[q], CPP[kv])
+  end
+  local is_one = plan.is_listed or not plan.is_prefill -- token for a tile
+  local rows = is_one and size_for(plan.sizes.head, 16, 32) or 64
+  local last = is_f8 and "_f8_latent" or ""
+  return "latent", LATENT:format(rows, tostring(is_f8), rows, SHORT[q], last, CPP[q])
+    .. MEND:format(SHORT[q], last, CPP[q], CPP[kv], LATENT_VALUES)
+end
+
 --- Chooses the attention kernel for a shape. Returns the name of its header, and the text
 -- of its instance with the hook. The rules are those of launch_16bit and launch_f32_dim
 -- in paged_attention.cu, of wgmma_takes in wgmma_launch.cuh, and of launch_latent in
 -- instances/latent.cu (kernels/cuda/attention).
 local function attention_kernel(plan, target)
   local dim, group, q, kv = plan.sizes.dim, plan.sizes.head, plan.q_dtype, plan.codec
-  if plan.is_shared then
-    return "latent_rows", LATENT:format(SHORT[q], SHORT[kv], CPP[q], CPP[kv])
-  end
+  if plan.is_shared then return latent_kernel(plan, target) end
   local is_packed, is_f8 = pages.CODECS[kv].packs, kv == "f8e4m3"
   local last = is_f8 and "_f8" or is_packed and "_int8" or ""
-  local mend = MEND:format(SHORT[q], last, CPP[q], CPP[kv])
+  local mend = MEND:format(SHORT[q], last, CPP[q], CPP[kv], 256)
   if plan.is_listed then
     return listed_kernel(dim, group, q, kv, last, mend, target)
   end

@@ -15,15 +15,17 @@ local printer = require "kvlab.kernel.print.cuda_printer"
 local bytes_of, indented = shared.bytes_of, shared.indented
 local M = {}
 
-local KIB, DIM_MOST = 1024, 256
+local KIB, DIM_MOST = 1024, 576
 
 -- ---- its shape ------------------------------------------------------------------------
 
 local function round_up(n, to) return math.ceil(n / to) * to end
 
---- The dtype of keys in shared memory: packed keys become f32.
+--- The dtype of keys in shared memory: packed keys become f32, and so do long ones in
+-- f16, because what scales a query for f16 takes at most 256 numbers.
 local function tile_dtype(plan)
-  return pages.CODECS[plan.codec].packs and "f32" or plan.codec
+  local is_long = plan.codec == "f16" and plan.sizes.dim > 256
+  return (is_long or pages.CODECS[plan.codec].packs) and "f32" or plan.codec
 end
 
 --- What a thread block of `threads` threads works on, with `rows` query rows at once.
@@ -36,7 +38,8 @@ local function shape_of(plan, threads, rows)
   s.team = 1
   while s.team < math.min(sizes.token, 32) do s.team = s.team * 2 end
   s.stride = s.keys + 4
-  s.dim = sizes.dim <= 64 and 64 or sizes.dim <= 128 and 128 or 256
+  s.dim = sizes.dim <= 64 and 64 or sizes.dim <= 128 and 128
+    or math.max(256, round_up(sizes.dim, 64))
   s.keys_bytes = s.slice * s.dim * bytes_of(tile_dtype(plan))
   s.logits_bytes = (rows * s.stride + 32) * 4
   -- shared memory that is not dynamic: of, counts, start, at, lse
@@ -47,14 +50,17 @@ local function shape_of(plan, threads, rows)
     -- above 48 KiB in all, the launch has to ask for them, which it does by this number
     return bytes + s.static > 48 * KIB and math.max(bytes, 48 * KIB + 16) or bytes
   end
+  --- Do queries of a dtype fit in so many KiB?
+  function s.fits(q_dtype, room) return s.bytes(q_dtype) + s.static <= room * KIB end
   return s
 end
 
 -- Threads and query rows, the best first.
 local SHAPES = { { 256, 64 }, { 256, 32 }, { 128, 64 }, { 128, 32 }, { 128, 16 },
-                 { 64, 32 }, { 64, 16 }, { 64, 8 } }
+                 { 64, 32 }, { 64, 16 }, { 64, 8 }, { 32, 8 } }
 
---- The largest shape of which two thread blocks fit a multiprocessor, else one.
+--- The largest shape of which two thread blocks fit a multiprocessor, else one; where
+-- long queries of f32 do not fit at all, one for those of bf16.
 local function choose(plan, target)
   if plan.sizes.dim > DIM_MOST then
     error(("%s: keys of %d numbers, expected at most %d where a prefill emits on a GPU")
@@ -62,11 +68,12 @@ local function choose(plan, target)
   end
   local limits = products.limits_of(target)
   local least = round_up(plan.sizes.head, 8)
-  for _, room in ipairs { math.floor(limits[2] / 2), limits[1] } do
-    for _, one in ipairs(SHAPES) do
-      local s = shape_of(plan, one[1], math.max(one[2], least))
-      if s.bytes "bf16" + s.static <= room * KIB
-         and s.bytes "f32" + s.static <= limits[1] * KIB then return s end
+  for _, widest in ipairs { "f32", "bf16" } do
+    for _, room in ipairs { math.floor(limits[2] / 2), limits[1] } do
+      for _, one in ipairs(SHAPES) do
+        local s = shape_of(plan, one[1], math.max(one[2], least))
+        if s.fits("bf16", room) and s.fits(widest, limits[1]) then return s end
+      end
     end
   end
   error(("%s: blocks of %d tokens under groups of %d heads do not fit in shared memory")
@@ -327,8 +334,10 @@ function M.print(plan, target)
         .. indented(starts, "  "), "]",
       indented(shared.query_value_lines(plan), "      "), "]", "]",
       indented(block, "      "), indented(ends, "  "))
-  local bytes = {}
-  for name, dtype in pairs(products.QUERY_DTYPES) do bytes[dtype] = s.bytes(name) end
+  local bytes, most = {}, products.limits_of(target)[1]
+  for name, dtype in pairs(products.QUERY_DTYPES) do
+    bytes[dtype] = s.fits(name, most) and s.bytes(name) or nil
+  end
   return text, { threads = s.threads, items = s.blocks, bytes_shared = bytes }
 end
 

@@ -278,7 +278,10 @@ function Hook:add_part(ctx, lse, memory, selection, slots)
   one.grid.x = ctx.seqs * ctx.kv_heads -- the first blocks have most queries
   one.grid.y = math.ceil(entries / one.items)
   if one.products then
-    one.grid.bytes_shared = one.products.bytes_shared[tonumber(ctx.query.dtype)]
+    local bytes = one.products.bytes_shared[tonumber(ctx.query.dtype)]
+    one.grid.bytes_shared = bytes or error(("%s: %s queries of %d heads with %d numbers "
+      .. "do not fit in shared memory, expected bf16"):format(one.plan.what,
+      ctx.query:type(), one.plan.sizes.head, one.plan.sizes.dim), 0)
   end
   one:launch()
 end
