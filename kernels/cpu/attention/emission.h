@@ -49,12 +49,14 @@ static inline KVL_HOT void emission_row(const void *x, int64_t at, int dim, floa
 static inline KVL_HOT void emission_keys(const struct emission *e,
                                          const struct kvl_strips *of, const char *strip,
                                          int tokens, int column, const int codec) {
-  float x[256 + VF];
-  for (int t = 0; t < tokens; t++) {
-    for (int d = 0; d < e->dim; d += VF)
-      vf_store(x, d, vf_load_row(of, strip, t, d, vf_left(d, e->dim), codec), KVL_DTYPE_F32);
-    for (int d = 0; d < e->dim; d++) e->keys[(int64_t)d * e->columns + column + t] = x[d];
-  }
+  float x[VF];
+  for (int t = 0; t < tokens; t++)
+    for (int d = 0; d < e->dim; d += VF) {
+      const int left = vf_left(d, e->dim);
+      vf_store(x, 0, vf_load_row(of, strip, t, d, left, codec), KVL_DTYPE_F32);
+      for (int i = 0; i < left; i++)
+        e->keys[(int64_t)(d + i) * e->columns + column + t] = x[i];
+    }
 }
 
 /* Brings a query into row `row`, times a factor. */
