@@ -39,6 +39,7 @@ template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16
   T at[N];
 };
 
+static inline float to_float(float x) { return x; }
 static inline float to_float(__half x) { return from_f16(x.bits); }
 static inline float to_float(__nv_bfloat16 x) { return __uint_as_float(x.bits << 16); }
 static inline float to_float(f8e4m3 x) {

@@ -232,7 +232,8 @@ local function tree_of(c, starts)
   local rng, parents, words = support.rng(c.seed or 11), {}, {}
   local n = c.tree_words or 2
   for s = 1, #c.lens do
-    local first, last = starts[s], starts[s + 1] - 1
+    local first = starts and starts[s] or s - 1
+    local last = starts and starts[s + 1] - 1 or first
     for row = first, last do
       local pick = c.tree == "chain" and row - first or rng(row - first + 1)
       parents[row + 1] = pick == 0 and -1 or first + pick - 1

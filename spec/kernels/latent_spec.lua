@@ -50,6 +50,10 @@ for _, c in ipairs {
   { lens = { 40, 70 }, rows = { 8, 5 }, group = 4, tree = true },
   { lens = { 3000, 5 }, group = 4 }, { lens = { 2500 }, rows = { 3 }, group = 16 },
 } do add("several new tokens, and prompts", c) end
+for _, group in ipairs { 4, 20, 40 } do -- a tree of one token, with tiles in boxes
+  add("several new tokens, and prompts", { lens = { 40, 170 }, group = group,
+    head_dim = 64, tree = true })
+end
 for _, rows in ipairs { false, { 30, 7, 1 } } do
   for _, with in ipairs { {}, { slots = "all" }, { slots = "gaps", prev = true },
                           { prev = true, parts = 3 } } do
