@@ -136,8 +136,9 @@ function M.encode(value, opts)
   for i, key in ipairs(opts.order or {}) do ranks[key] = i end
   local state = { ranks = ranks, indent = opts.indent }
   local ok, text = pcall(encode_value, value, state, "value", 0)
-  if not ok then error("json.encode: " .. text, 2) end
-  return text
+  if ok then return text end
+  if type(text) ~= "string" then error(text, 0) end -- what ends a task
+  error("json.encode: " .. text, 2)
 end
 
 --- The value of a JSON text; null becomes json.null. Raises with the line and column.

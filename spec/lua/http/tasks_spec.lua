@@ -1,9 +1,11 @@
 --- Large requests are read in slices, and large answers written in slices: the others get
 -- their tokens meanwhile, and small requests do not wait for large ones.
 local client = require "spec.http_client"
+local fields = require "kvlab.http.fields"
 local goldens = require "spec.lua.text.goldens"
 local json = require "kvlab.json"
 local kv = require "kvlab"
+local problem = require "kvlab.http.problem"
 local processes = require "spec.processes"
 local servers = require "spec.http_servers"
 local slices = require "kvlab.slices"
@@ -84,7 +86,7 @@ describe("a large request", function()
 
   it("ends when its client leaves, when its time is over, and with the server", function()
     local body = { prompt = ("ab"):rep(2 ^ 19) }
-    local server = open { limits = { request_s = 0.1 } }
+    local server = open { limits = { request_s = 0.01 } }
     local large = begin(server, "/tokenize", body)
     client.finish(server, { large })
     assert.equal("timeout", large:answer():json().error.code)
@@ -101,6 +103,30 @@ describe("a large request", function()
       second:read()
       return large.is_over and second.is_over
     end, "the end")
+  end)
+
+  it("is told why it ends, wherever it rests", function()
+    local asked, why = open().asked, problem.new(504, "over", { code = "timeout" })
+    local long, ids = ("ab, \"\\é "):rep(4000), json.array {}
+    for i = 1, 8000 do ids[i] = i % 90 end
+    local chat = { messages = json.array { { role = "user", content = long } } }
+    local texts = { tokenize = { prompt = long }, detokenize = { tokens = ids },
+                    completion = { prompt = long }, chat = chat }
+    for name, o in pairs(texts) do
+      local body = json.encode(o)
+      local function read() return asked[name](fields.decode(body), body) end
+      local function write() return json.encode { o, o } end
+      for _, fn in ipairs { read, write } do
+        local whole, rests = slices.task(fn), 0
+        while not slices.run(whole, 0) do rests = rests + 1 end
+        for i = 1, rests, math.max(1, math.floor(rests / 64)) do
+          local task = slices.task(fn)
+          for _ = 1, i do assert.is_false((slices.run(task, 0))) end
+          assert.same({ true, false, why }, { slices.run(task, 0, why) })
+        end
+        assert.is_true(rests > 0, name)
+      end
+    end
   end)
 
   it("ends alone where its client leaves while its error is written", function()
