@@ -26,7 +26,8 @@
 -- nothing about which tokens are right, so accept is then set by hand: a drafted token is
 -- right with this probability. A policy "quest reused" makes one selection for all tokens
 -- of a draft. temperature: at which a trained model's tokens are drawn; 0, its likeliest
--- ones.
+-- ones. spread: the length of a trained model's longest prompt, `context`, over that of
+-- its shortest one.
 --
 --   ./kvlab run lua/experiments/21_lossless.lua                    the recall model
 --   ./kvlab run lua/experiments/21_lossless.lua --set model=smollm2
@@ -114,15 +115,17 @@ local function text_prompt(tokenizer, context, seed)
   return ids
 end
 
---- The prompts of a row: ids.
-local function prompts_of(loaded, config)
-  local list = {}
-  for i = 1, config.answers do
-    local seed = 1000 * config.seed + i
-    if loaded.tokenizer then
-      list[i] = text_prompt(loaded.tokenizer, config.context, seed)
+--- The prompts of a sitting: ids. Their lengths are spread evenly.
+local function prompts_of(tokenizer, keys)
+  local list, shortest = {}, keys.context / keys.spread
+  for i = 1, keys.answers do
+    local seed = 1000 * keys.seed + i
+    local context = math.floor(keys.context - (keys.context - shortest)
+      * (keys.answers - i) / math.max(1, keys.answers - 1))
+    if tokenizer then
+      list[i] = text_prompt(tokenizer, context, seed)
     else
-      local prompt = recall.draw(config.context, config.needles, 1, seed)
+      local prompt = recall.draw(context, keys.needles, 1, seed)
       list[i] = { unpack(prompt.tokens) }
       for _, id in ipairs(prompt.queries[1].ask) do table.insert(list[i], id) end
     end
@@ -136,64 +139,91 @@ local function load(keys)
     { dtype = keys.dtype }) }
 end
 
---- Answers every prompt; the microseconds of decoding, and what the drafts did.
--- seen(r): is called for each request before it is served.
-local function answer(engine, prompts, config, draft, seen)
-  local out = { ids = {}, us = 0, tokens = 0, each = {} }
-  local server = kv.serve { engine = engine, max_seqs = 1 }
-  for i, prompt in ipairs(prompts) do
-    local r = assert(server:submit { tokens = prompt, max_tokens = config.tokens,
-      draft = draft, temperature = config.temperature, seed = 1000 * config.seed + i })
-    if seen then seen(r) end
-    server:run()
+local Sitting = {}
+Sitting.__index = Sitting
+
+--- Prompts, and a server that keeps what it has read of them: each prompt is read once,
+-- whatever drafts its answers.
+local function open_sitting(keys)
+  local loaded = load(keys)
+  local prompts, blocks, longest = prompts_of(loaded.tokenizer, keys), 0, 0
+  for _, ids in ipairs(prompts) do
+    local most = math.ceil((#ids + keys.tokens + 32) / keys.block_size)
+    blocks, longest = blocks + most, math.max(longest, most)
+  end
+  local engine = loaded.model:engine { graph = true, max_seqs = 1,
+    blocks = blocks + longest, max_blocks = longest, block_size = keys.block_size,
+    format = keys.cache }
+  return setmetatable({ keys = keys, prompts = prompts, engine = engine,
+    server = kv.serve { engine = engine, max_seqs = 1 } }, Sitting)
+end
+
+function Sitting:close()
+  self.server:close()
+  self.engine.cache:close()
+end
+
+--- Answers the first `count` prompts; the microseconds of decoding, and what the drafts
+-- did. more: the requests' attention and draft.
+function Sitting:answer(count, more)
+  local out, keys = { ids = {}, us = 0, tokens = 0, each = {}, checks = 0,
+                      proposed = 0, draft_us = 0, check_us = 0, choose_us = 0 }, self.keys
+  for i = 1, count do
+    local o = { tokens = self.prompts[i], max_tokens = keys.tokens,
+                temperature = keys.temperature, seed = 1000 * keys.seed + i }
+    for name, value in pairs(more) do o[name] = value end
+    local r = assert(self.server:submit(o))
+    self.server:run()
     out.us, out.tokens = out.us + r.finish_us - r.first_token_us,
       out.tokens + r:output_length() - 1
     out.ids[i], out.each[i] = table.concat(r:output(), " "), r.draft
+    if r.draft then
+      out.checks = out.checks + (r.draft.proposed_at[1] or 0)
+      for _, name in ipairs { "proposed", "draft_us", "check_us", "choose_us" } do
+        out[name] = out[name] + r.draft[name]
+      end
+    end
   end
-  out.drafts = server:stats().drafts
-  server:close()
   return out
 end
 
---- What an answer costs: the shares of costs.lua.
-local function cost_of_answer(engine, prompt, config, draft)
-  local counted, stop
-  local got = answer(engine, { prompt }, config, draft, function(r)
-    counted, stop = costs.count(r.attention)
-  end)
-  stop()
-  return costs.of_answers(counted, got.tokens)
+--- The fastest of some runs.
+function Sitting:fastest(runs, more)
+  local best
+  for _ = 1, runs do
+    local got = self:answer(#self.prompts, more)
+    best = best and best.us < got.us and best or got
+  end
+  return best
 end
 
+local KEYS_OF_ANSWERS = { "model", "dtype", "cache", "block_size", "context", "spread",
+                          "needles", "answers", "tokens", "temperature", "runs", "seed" }
+
 local function run_answers(config)
-  local loaded = kv.experiment.memo({ model = config.model, dtype = config.dtype,
-    seed = config.seed }, load)
-  local prompts, longest = prompts_of(loaded, config), 0
-  for _, ids in ipairs(prompts) do longest = math.max(longest, #ids) end
-  local blocks = math.ceil((longest + config.tokens + 32) / config.block_size)
-  local engine = loaded.model:engine { graph = true, max_seqs = 1, blocks = 2 * blocks,
-    max_blocks = blocks, block_size = config.block_size, format = config.cache }
-  local draft, plain, drafted = draft_of(config), nil, nil
-  for _ = 1, config.runs do -- the faster one of runs that take turns
-    local a, b = answer(engine, prompts, config, false),
-      answer(engine, prompts, config, draft)
-    plain = plain and plain.us < a.us and plain or a
-    drafted = drafted and drafted.us < b.us and drafted or b
-  end
-  local shares = cost_of_answer(engine, prompts[1], config, draft)
-  engine.cache:close()
-  local d, same = drafted.drafts, 0
+  local keys = {}
+  for _, name in ipairs(KEYS_OF_ANSWERS) do keys[name] = config[name] end
+  local sitting = kv.experiment.memo(keys, open_sitting)
+  local o = draft_of(config)
+  local policy = policy_of(o)
+  local drafting = { draft = { policy = policy, tokens = o.tokens, reuse = o.reuse },
+    attention = sitting.engine:attention_of(kv.policy "full", policy, o.reuse) }
+  sitting.plain = sitting.plain or sitting:fastest(config.runs, { draft = false })
+  local plain, drafted = sitting.plain, sitting:fastest(config.runs, drafting)
+  local counted, stop = costs.count(drafting.attention)
+  local shares = costs.of_answers(counted, sitting:answer(1, drafting).tokens)
+  stop()
+  local same, checks = 0, math.max(1, drafted.checks)
   for i, ids in ipairs(plain.ids) do
     same = same + (ids == drafted.ids[i] and 1 or 0)
   end
-  local checks = math.max(1, d.steps)
   local m = with_shares({
     tokens_step = drafted.tokens / checks, same_share = same / #plain.ids,
     tokens_s = 1e6 * drafted.tokens / drafted.us,
     plain_tokens_s = 1e6 * plain.tokens / plain.us,
     speedup = plain.us / plain.tokens / (drafted.us / drafted.tokens),
-    draft_ms = 1e-3 * d.draft_us / math.max(1, d.proposed),
-    check_ms = 1e-3 * (d.check_us + d.choose_us) / checks,
+    draft_ms = 1e-3 * drafted.draft_us / math.max(1, drafted.proposed),
+    check_ms = 1e-3 * (drafted.check_us + drafted.choose_us) / checks,
     plain_ms = 1e-3 * plain.us / plain.tokens }, drafted.each)
   return with_closed_form(costs.add(m, shares), m.accepted_share, config.draft)
 end
@@ -327,6 +357,9 @@ end
 
 local function check(config)
   policy_of(draft_of(config))
+  if not (config.spread >= 1 and config.spread < math.huge) then
+    error(("spread is %s, expected a number from 1"):format(tostring(config.spread)), 0)
+  end
   if not shapes.has(config.model) then return end
   shapes.prompts(config.prompts)
   if not (config.accept >= 0 and config.accept <= 1) then
@@ -392,9 +425,8 @@ kv.experiment.run {
   },
   defaults = { model = "recall", dtype = is_cuda and "bf16" or "f32",
                cache = is_cuda and "bf16" or "f32", block_size = 16, accept = 0.9,
-               temperature = 0,
-               context = 2048, needles = 32, answers = 4, tokens = 48, steps = 16,
-               most = 8, runs = 2 },
+               temperature = 0, context = 2048, spread = 1, needles = 32, answers = 4,
+               tokens = 48, steps = 16, most = 8, runs = 2 },
   quick = { policy = { "quest" }, ratio = { 0.1 }, draft = { 3 }, context = 512,
             needles = 8, answers = 1, tokens = 12, runs = 1, steps = 2 },
   proportions = { "accepted_share", "first_share", "same_share", "held_share" },
