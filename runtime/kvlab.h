@@ -1323,8 +1323,8 @@ int kvl_prefetch_open(kvl_device *dev, kvl_store *store, const kvl_prefetch_opti
 void kvl_prefetch_close(kvl_prefetch *prefetch);
 
 /* A task of a prefetcher.
- *  memory   any  [layers, blocks, 2, kv_heads, block_size, head_dim]; retained until the
- *                task is over. Its layer l gets the records of part first_layer + l
+ *  memory   any  [layers, blocks, ...] of any format; retained until the task is over. Its
+ *                layer l gets the records of part first_layer + l
  *  keys     [n]
  *  blocks   [n]  the block that each key goes to; all different */
 typedef struct kvl_prefetch_task {

@@ -54,6 +54,15 @@ return kv.policy.define {
     self.eager = self.by_token and not self.tokens
   end,
   on_prefill_offload = update, on_decode_offload = update,
+  keep_block = function(self, key, block, store)
+    self.landmarks:keep(key, block, store)
+  end,
+  recall_block = function(self, key, block, store)
+    return self.landmarks:recall(key, block, store)
+  end,
+  find_blocks = function(self, store, keys, n)
+    return self.landmarks:find(store, keys, n)
+  end,
   score = function(self, ctx) return self.landmarks:score(ctx) end,
   select_tokens = function(self, ctx) return self.landmarks:select(ctx, self.want) end,
 }

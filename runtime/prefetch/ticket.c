@@ -46,7 +46,7 @@ int kvl__ticket_unref(kvl_ticket *t, struct kvl__marks *marks) {
 static int expect_task(kvl_device *dev, const kvl_prefetch_task *task) {
   struct kvl__call c = {.op = "prefetch", .device = dev};
   const kvl_tensor *m = task->memory;
-  kvl__arg(&c, "memory", m, KVL__ANY, "layers blocks 2 kv_heads block_size head_dim");
+  kvl__arg(&c, "memory", m, KVL__ANY, "layers blocks ...");
   if (task->n < 0) kvl__call_fail(&c, "n is %d, expected 0 or more", task->n);
   if (task->n > 0 && (!task->keys || !task->blocks))
     kvl__call_fail(&c, "%s are missing", task->keys ? "blocks" : "keys");

@@ -213,6 +213,40 @@ support.each_device(function(dev)
       alone:close()
     end)
 
+    it("shares blocks of a store that has the keys of its indexer, too", function()
+      local longer = first(tokens, 30)
+      longer[31], longer[32], longer[33] = 7, 9, 11
+      for _, pool in ipairs { 1, 4 } do
+        local store = kv.store("memory:", { model = "v32", block_size = 8 })
+        local function serve(prompt, given, name)
+          local policy = name or dsa(12, { index_pool = pool })
+          local server = kv.serve { engine = sparse { blocks = 64, policy = policy,
+            prefill_policy = policy }, store = given, max_seqs = 2 }
+          local said, request = served(server, prompt)
+          server:close()
+          return said, request.blocks_loaded
+        end
+        local alone = serve(longer)
+        serve(longer, store, kv.policy "full") -- leaves K and V alone, which do not help
+        assert.same({ alone, 0 }, { serve(longer, store) })
+        assert.same({ alone, 4 }, { serve(longer, store) })
+        local keys = store:keys(longer)
+        local last = model.config.layers * 2 - 1
+        assert.is_true(store:remove(keys + 2, last)) -- an index key of the third block
+        assert.same({ alone, 2 }, { serve(longer, store) })
+        -- found, and gone when the latents have arrived
+        local get = store.get_block
+        store.get_block = function(self, key, layer, ...)
+          if layer == last and key.lo == keys[1].lo then return nil end
+          return get(self, key, layer, ...)
+        end
+        assert.same({ alone, 1 }, { serve(longer, store) })
+        store.get_block = function() error "no connection" end
+        assert.same({ alone, 0 }, { serve(longer, store) })
+        store:close()
+      end
+    end)
+
     it("is dense where the indexer selects all tokens", function()
       local engine = sparse { prefill_policy = dsa(40) }
       check(whole, engine:prefill_all(engine:sequence(), tokens), 1, "40 tokens")

@@ -27,6 +27,37 @@ local function arrives_on(dev)
     end)
   end
 
+  for _, o in ipairs { { format = "int8", kv_heads = 2, head_dim = 64 },
+    { format = "f8_latent", kv_heads = 1, head_dim = 576, value_dim = 512 },
+    { format = "bf16", kv_heads = 1, head_dim = 24, value_dim = 16 } } do
+    it(("brings pages of %s with %d numbers for a key"):format(o.format, o.head_dim),
+      function()
+      o.device, o.layers, o.blocks, o.block_size = dev, LAYERS, BLOCKS, 8
+      local source, cache, store = kv.cache(o), kv.cache(o), kv.store "memory:"
+      local random = kv.rand(cpu, "f32", source.memory:dims(), { seed = 5 })
+      check(C.kvl_copy((random * 127):cast(source.memory:type()):to(dev), source.memory))
+      check(C.kvl_fill(cache.memory, 3))
+      local keys, places = keys_of(5), { 7, 0, 11, 3, 4 }
+      for layer = 0, LAYERS - 1 do
+        for i = 0, 4 do
+          assert.is_true(store:put_block(keys + i, layer, source:layer(layer), i))
+        end
+      end
+      local prefetcher = kv.prefetch { device = dev, store = store, prefetch_workers = 2,
+                                       max_pending_prefetch = 4 }
+      assert.equal(5, prefetcher:submit { request = 1, cache = cache, keys = keys,
+                                          blocks = places }:wait().leading)
+      for layer = 0, LAYERS - 1 do
+        for i, block in ipairs(places) do
+          support.equal(cache:layer(layer):index(block):cast "f32",
+            source:layer(layer):index(i - 1):cast "f32")
+        end
+        assert.equal(3, cache:layer(layer):index(1):cast "f32":max():item())
+      end
+      for _, one in ipairs { prefetcher, source, cache, store } do one:close() end
+    end)
+  end
+
   it("says which blocks are missing, and brings the others", function()
     local store = new_store()
     local function lacks(i, layer) return i == 4 and layer == 1 or i == 6 or i == 9 end

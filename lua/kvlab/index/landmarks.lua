@@ -25,6 +25,7 @@
 -- Source  the lightning indexer of DeepSeek-V3.2; Johnson and Lindenstrauss 1984 (random)
 local arguments = require "kvlab.arguments"
 local C = require("kvlab.library").C
+local ffi = require "ffi"
 local index_cache = require "kvlab.index.index_cache"
 local indexer = require "kvlab.index.indexer"
 local objects = require "kvlab.memory.objects"
@@ -295,6 +296,68 @@ function Landmarks:update(ev)
   tensor.scope(update, self, ev)
 end
 
+-- ---- in a store -----------------------------------------------------------------------
+
+local STORED = { [8] = 1, [4] = 2, [2] = 3 } -- by the bits of a key
+local key_type = ffi.typeof "const kvl_key *"
+
+--- The model's keys of tokens, and the number of their first layer in a store: they come
+-- after K and V of a block's layers, for each number of bits. Keys that are made of K are
+-- made again, and are not stored.
+local function stored(self)
+  local keys = self.is_model and (self.of_tokens or self.cache)
+  return keys, keys and keys.layers * STORED[keys.bits]
+end
+
+--- Stores the keys of a physical block, in every layer, under the key of its content.
+-- They are lost, as the block itself is, if the store cannot take them.
+---@param key string
+---@param block integer
+---@param store? kvlab.Store  without one, nothing is stored
+function Landmarks:keep(key, block, store)
+  local keys, first = stored(self)
+  if not keys or not store then return end
+  local at = ffi.cast(key_type, ffi.cast("const char *", key))
+  if self:find(store, at, 1) == 1 then return end
+  for layer = 0, keys.layers - 1 do
+    if not store:put_block(at, first + layer, keys:layer(layer), block) then return end
+  end
+end
+
+--- Of how many of the first n blocks, without a gap, the store has the keys.
+---@param store kvlab.Store
+---@param keys kvlab.BlockKey[]
+---@param n integer
+function Landmarks:find(store, keys, n)
+  local cache, first = stored(self)
+  return cache and store:find(keys, n, cache.layers, first) or 0
+end
+
+--- Gives a physical block the keys that were stored for its content. Returns false when
+-- they are no longer stored.
+---@return boolean
+function Landmarks:recall(key, block, store)
+  local keys, first = stored(self)
+  if not keys or not store then return false end
+  local at = ffi.cast(key_type, ffi.cast("const char *", key))
+  for layer = 0, keys.layers - 1 do
+    if not store:get_block(at, first + layer, keys:layer(layer), block) then
+      return false
+    end
+  end
+  if not self.of_tokens then return true end
+  local dev = self.shape.device
+  local ev = { blocks = tensor.from(dev, "i32", { 1 }, { block }),
+               num_tokens = tensor.full(dev, "i32", { 1 }, self.shape.block_size) }
+  for layer = 0, keys.layers - 1 do
+    ev.layer = layer
+    tensor.scope(update_means, self, ev)
+  end
+  return true
+end
+
+-- ---- queries --------------------------------------------------------------------------
+
 local function narrowed(t, first, count)
   return t:size(0) == count and t or t:narrow(first, count)
 end
@@ -503,7 +566,12 @@ end
 
 M.landmarks = arguments.of("landmarks", M.landmarks, { shape = objects.heads_shape })
 arguments.methods(Landmarks, "landmarks", {
-  update = { ev = objects.event }, score = { ctx = objects.layer_context },
+  update = { ev = objects.event },
+  keep = { key = options.string, block = options.whole,
+           store = options.optional(options.table) },
+  find = { store = options.table, n = options.whole },
+  recall = { key = options.string, block = options.whole },
+  score = { ctx = objects.layer_context },
   queries = { ctx = objects.layer_context, first = options.optional(options.whole),
               count = options.optional(options.whole) },
   select = { ctx = objects.layer_context, want = options.table },

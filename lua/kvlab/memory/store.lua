@@ -114,12 +114,15 @@ end
 ---@param keys kvlab.BlockKey[]  from :keys
 ---@param n integer              how many of them
 ---@param layers integer
-function Store:find(keys, n, layers)
+---@param first? integer         the first of these layers (0)
+function Store:find(keys, n, layers, first)
   local handle = handle_of(self)
   argument("find", "keys", keys, KEYS)
   argument("find", "n", n, options.within(0, most_keys(keys)))
   argument("find", "layers", layers, options.whole)
-  for layer = 0, layers - 1 do
+  argument("find", "first", first, options.optional(options.whole))
+  first = first or 0
+  for layer = first, first + layers - 1 do
     if n == 0 then break end
     n = check(C.kvl_store_find(handle, keys, n, layer, nil))
   end

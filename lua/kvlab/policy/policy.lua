@@ -105,12 +105,17 @@
 --                                          decode step of several gave it, were taken
 --                                          back: mend seq.state[self] if it depends on
 --                                          them (a tally does that by itself)
---     keep_block(self, key, block)         a full block goes to a store, under the key of
+--     keep_block(self, key, block, store)  a full block goes to a store, under the key of
 --                                          its content
---     recall_block(self, key, block)       that content is in this physical block now:
+--     recall_block(self, key, block, store)
+--                                          that content is in this physical block now:
 --                                          return true if the policy restored what it
 --                                          knew of it; otherwise it is shown the K, as in
 --                                          a prefill
+--     find_blocks(self, store, keys, n)    of how many of the first n keys, without a
+--                                          gap, recall_block would find what it needs in
+--                                          the store. A policy that watches "blocks" and
+--                                          lacks it is given no blocks of a store
 --     dense = true                         it always selects every block, so attention in
 --                                          prefill may have another form (expansion.lua)
 --     takes_less = true                    it may select fewer blocks than its budget
@@ -215,7 +220,8 @@ for _, name in ipairs {
   "init", "on_prefill_offload", "on_decode_offload", "select_blocks",
   "compute_decode", "compute_prefill", "attention_begin", "attention_finished",
   "request_begin", "request_finished", "reset", "step_begin", "inherit",
-  "predict", "keep_block", "recall_block", "take_back", "evict", "select_tokens",
+  "predict", "keep_block", "recall_block", "find_blocks", "take_back", "evict",
+  "select_tokens",
 } do
   FIELDS[name] = options.fn
 end

@@ -87,10 +87,41 @@ end
 
 --- Tells the policies that a full block, whose content has this key, may leave the cache
 -- and come back.
-function Attention:keep(key, block)
+---@param store? kvlab.Store  where it goes
+function Attention:keep(key, block, store)
   each_policy(self, function(p)
-    if p.keep_block then p:keep_block(key, block) end
+    if p.keep_block then p:keep_block(key, block, store) end
   end)
+end
+
+--- Calls fn(policy) for every policy that needs more of a block than its K and V.
+local function each_watching(self, fn)
+  each_policy(self, function(p)
+    if p.watches_prompt == "blocks" then fn(p) end
+  end)
+end
+
+--- How many of the first n blocks, without a gap, the policies can serve once a store has
+-- given back their K and V.
+---@param store kvlab.Store
+---@param keys kvlab.BlockKey[]
+---@param n integer
+function Attention:find(store, keys, n)
+  each_watching(self, function(p)
+    n = p.find_blocks and p:find_blocks(store, keys, n) or 0
+  end)
+  return n
+end
+
+--- Gives the policies what a store has of a block beside its K and V. Returns whether
+-- they can serve it now.
+---@return boolean
+function Attention:recall(key, block, store)
+  local is_whole = true
+  each_watching(self, function(p)
+    is_whole = is_whole and p:recall_block(key, block, store)
+  end)
+  return is_whole
 end
 
 --- Whether a policy needs the queries of prompts, so that all of a prompt is computed;
@@ -156,6 +187,7 @@ local ARGUMENTS = {
   show = { blocks = objects.blocks, tokens = objects.blocks,
            keys = options.optional(options.table) },
   keep = { key = objects.key, block = options.whole },
+  recall = { key = objects.key, block = options.whole },
   adopt = { seqs = objects.sequences },
 }
 

@@ -131,11 +131,13 @@ function EngineExecutor:key(r, i)
   return r.block_hashes[i]
 end
 
---- How many of the blocks first ... last the store has, with all layers and without a
--- gap.
+--- How many of the blocks first ... last the store has, with all that the request's
+-- attention needs of them and without a gap.
 function EngineExecutor:find(r, first, last)
   if not self.store or last < first then return 0 end
-  return self.store:find(r.keys + (first - 1), last - first + 1, self.memory.layers)
+  local keys = r.keys + (first - 1)
+  local n = self.store:find(keys, last - first + 1, self.memory.layers)
+  return r.shares_seen and r.attention:find(self.store, keys, n) or n
 end
 
 --- What an attention's policies have seen: block -> key.
@@ -160,8 +162,9 @@ end
 function EngineExecutor:put(r, i, block)
   seen_by(self, r.attention)[block] = r.block_hashes[i]
   if not self.store then return end
-  r.attention:keep(r.block_hashes[i], block)
-  if self:find(r, i, i) == 1 then return end
+  local is_there = self:find(r, i, i) == 1
+  r.attention:keep(r.block_hashes[i], block, self.store)
+  if is_there then return end
   for layer = 0, self.memory.layers - 1 do
     local ok = self.store:put_block(r.keys + (i - 1), layer, self.memory:layer(layer),
       block)
@@ -208,9 +211,17 @@ end
 
 -- ---- steps ----------------------------------------------------------------------------
 
---- Notes that content came from the store into a block.
-function EngineExecutor:arrived(_, block)
+--- Notes that content came from the store into a block, and gives the request's policies
+-- what the store has of it beside K and V. Returns whether the request can use the block.
+function EngineExecutor:arrived(r, i, block)
   for _, seen in pairs(self.seen) do seen[block] = nil end
+  if not r.shares_seen then return true end
+  local attention, key = r.attention, r.block_hashes[i]
+  local ok, has_all = pcall(attention.recall, attention, key, block, self.store)
+  if not ok then self.problems, self.problem = self.problems + 1, has_all end
+  if not (ok and has_all) then return false end
+  seen_by(self, attention)[block] = key
+  return true
 end
 
 --- Lets the policies begin to serve a request. The policies are shown those of its blocks

@@ -126,7 +126,7 @@ function Simulator.reprioritise(_, r, priority) r.prefetch_task.priority = prior
 
 -- ---- steps ----------------------------------------------------------------------------
 
-function Simulator.arrived() end -- there are no policies here
+function Simulator.arrived() return true end -- there are no policies here
 function Simulator.begin() end
 function Simulator.finished() end
 

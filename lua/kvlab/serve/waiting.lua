@@ -41,18 +41,19 @@ local function land(self, r, result)
   local first = self:blocks_for(r.seq:length()) - asked + 1
   M.mark(self.loading, r, first, first + asked - 1, nil)
   r.prefetch_task = nil
+  local ids = arrived > 0 and r:block_ids()
+  for i = first, first + arrived - 1 do
+    if not self.executor:arrived(r, i, ids[i]) then
+      arrived = i - first
+      break
+    end
+    self.prefix:put(r.block_hashes[i], ids[i])
+  end
+  r.blocks_loaded = r.blocks_loaded + arrived
   if arrived < asked then -- evicted or damaged since it was found: do not ask again
     r.store_end = first + arrived - 1
     self.stats.blocks_lost = self.stats.blocks_lost + asked - arrived
     self.prefix:truncate(r.seq, r.store_end * self.block_size)
-  end
-  if arrived > 0 then
-    local ids = r:block_ids()
-    for i = first, first + arrived - 1 do
-      self.prefix:put(r.block_hashes[i], ids[i])
-      self.executor:arrived(r.block_hashes[i], ids[i])
-    end
-    r.blocks_loaded = r.blocks_loaded + arrived
   end
 end
 
@@ -106,8 +107,7 @@ function M.cover(self, r, position)
   if have >= last then return "ready" end
   local key = keys[have + 1]
   if self.loading[key] or self.computing[key] then return "held" end
-  local found = r.shares_seen and 0
-    or self.executor:find(r, have + 1, math.min(last, r.store_end))
+  local found = self.executor:find(r, have + 1, math.min(last, r.store_end))
   if found == 0 then return "ready" end
   return load(self, r, have + 1, have + found, position)
 end

@@ -43,7 +43,7 @@ end
 local function serve(dev, list, o, each)
   local engine = model_on(dev):engine { blocks = o.blocks or 200, chunk = o.chunk or 64,
     max_seqs = 8, block_size = 16, policy = o.policy, prefill_policy = o.prefill_policy,
-    offload = o.offload }
+    offload = o.offload, format = o.format }
   local given = { engine = engine }
   for key, value in pairs(o.server or {}) do given[key] = value end
   local server, requests, logits = kv.serve(given), {}, {}
@@ -139,6 +139,24 @@ local function check(dev)
         assert.equal(0, stats.store.problems)
       end
       store:close()
+    end)
+
+    it("brings blocks of any format back from a store", function()
+      for _, format in ipairs { "bf16", "f8e4m3", "int8" } do
+        local list, store = { workload()[1], workload()[3] }, open_store()
+        local _, want = serve(dev, list, { format = format })
+        for time = 1, 2 do
+          local requests, got = serve(dev, list, { format = format,
+                                                   server = { store = store } })
+          assert.equal(time == 2 and 16 or 0, requests[2].blocks_loaded)
+          for i = 1, 2 do
+            for t, row in ipairs(want[i]) do
+              support.close(got[i][t], row, TOLERANCE, 0, format)
+            end
+          end
+        end
+        store:close()
+      end
     end)
 
     it("computes what the store has lost", function()
