@@ -436,6 +436,30 @@ local function contract(name, dev, nth)
     end
   end)
 
+  it("takes any number of blocks and KV heads", function()
+    local o = { layers = 3, blocks = 13, block_size = 2, kv_heads = 3, head_dim = 8 }
+    for _, more in ipairs(name == "nsa" and { {}, { index_pool = 2 } } or { {} }) do
+      o.device, o.format = dev, "f32"
+      local policy, cache = kv.policy(name, with(more, third(name))), kv.cache(o)
+      local attention = kv.attention { cache = cache, heads = 6, decode_policy = policy }
+      local seq, batch = cache:sequence(), cache:batch()
+      attention:request_begin(seq)
+      for step, n in ipairs { 17, 1, 1 } do
+        batch:append({ seq }, { n })
+        attention:begin(batch, step == 1, step == 1 and { true } or nil)
+        for layer = 0, o.layers - 1 do
+          local function draw(heads, seed)
+            return kv.randn(dev, "f32", { n, heads, 8 }, { seed = 10 * step + seed })
+          end
+          local out = attention:forward(layer, draw(6, 1), draw(3, 2), draw(3, 3))
+          assert.is_true(out:abs():max():item() < 10)
+        end
+      end
+      seq:close()
+      cache:close()
+    end
+  end)
+
   it("works in every dtype", function()
     for _, dtype in ipairs { "f16", "bf16" } do
       local all = everything(name, { ratio = 1 })

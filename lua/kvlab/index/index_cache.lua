@@ -13,6 +13,7 @@
 --         and queries are rounded up to powers of two, as DeepSeek-V3.1 and later
 --         quantise them; they take the same 4 bytes
 local arguments = require "kvlab.arguments"
+local by_page = require "kvlab.tensor.by_page"
 local device = require "kvlab.tensor.device"
 local kinds = require "kvlab.tensor.kinds"
 local ops = require "kvlab.tensor.ops"
@@ -29,7 +30,8 @@ local M = {}
 ---@field rotate boolean   keys and queries are rotated (Hadamard), then quantised
 ---@field scale string      "f32" or "ue8m0"
 ---@field bits integer     of each number of a key: 8 (e4m3), 4 or 2
----@field memory kvlab.Tensor  u8 [layers, blocks, block_size * (dim + 4)]
+---@field memory kvlab.Tensor  u8 [layers, pages, block_size * (dim + 4)], of which the
+--                              blocks are the first pages
 local IndexCache = {}
 IndexCache.__index = IndexCache
 
@@ -52,10 +54,8 @@ function M.index_cache(o)
     block_size = o.block_size or 64, dim = o.dim or 128, rotate = o.rotate or false,
     bits = o.bits or 8, scale = o.scale or "f32" }, IndexCache)
   self.device = device.device(o.device)
-  self.memory = tensor.zeros(self.device, "u8",
-    { self.layers, self.blocks, self.block_size * (self.dim + 4) })
-  self.each = {}
-  for layer = 0, self.layers - 1 do self.each[layer] = self.memory:index(layer) end
+  self.memory, self.each = by_page.new(tensor.zeros, self, "u8",
+    { self.block_size * (self.dim + 4) })
   return self
 end
 

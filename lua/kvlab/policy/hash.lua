@@ -119,13 +119,13 @@ function M.summary(shape, o)
   local memory, layers = by_page.new(tensor.zeros, shape, "u64", dims)
   local planes = M.planes { device = shape.device, bits = bits, head_dim = shape.head_dim,
     kind = o.planes, seed = o.seed }
-  local count = memory:size(0)
-  local rows = count * shape.blocks
+  local count, pages = memory:size(0), memory:size(1)
+  local rows = count * pages
   return setmetatable({ bits = bits, per = per, planes = planes, memory = memory,
     format = shape.format,
     layers = layers, cache = M.cache { size = o.cache_size },
     rows = memory:reshape { rows, memory.count / math.max(1, rows) },
-    first_rows = tensor.arange(shape.device, "i32", count, 0, shape.blocks),
+    first_rows = tensor.arange(shape.device, "i32", count, 0, pages),
     block_rows = tensor.tensor(shape.device, "i32", { count }) }, Hashes)
 end
 

@@ -141,6 +141,8 @@ local function check(dev)
       store:close()
     end)
 
+    -- The rest of a prompt is computed in other chunks, so a sum may differ in its last
+    -- bits, and a number of K or V round to the next one of the format.
     it("brings blocks of any format back from a store", function()
       for _, format in ipairs { "bf16", "f8e4m3", "int8" } do
         local list, store = { workload()[1], workload()[3] }, open_store()
@@ -151,7 +153,7 @@ local function check(dev)
           assert.equal(time == 2 and 16 or 0, requests[2].blocks_loaded)
           for i = 1, 2 do
             for t, row in ipairs(want[i]) do
-              support.close(got[i][t], row, TOLERANCE, 0, format)
+              support.close(got[i][t], row, format == "bf16" and TOLERANCE or 0.1, 0, format)
             end
           end
         end
