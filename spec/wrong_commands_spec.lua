@@ -33,7 +33,7 @@ local CASES = { -- words after ./kvlab, words of the answer
   { QUEST .. " --set context=20", "needles" },
   { SHORT .. " --set budget=2", "ratio is 2, expected 0 ... 1" },
   { RECALL .. " --set policy=nan",
-    "policy nan, layer 0: all scores of step 1 are NaN, expected numbers" },
+    "policy nan, layer 0: all scores of step 1 are NaN or -inf, expected" },
   { SHORT .. " --set prompts=0", "prompts is 0, expected a whole number >= 1" },
   { SHORT .. " --set block_size=0", "block_size is 0, expected a whole number >= 1" },
   { SHORT .. " --set memory=disk",

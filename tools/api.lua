@@ -50,7 +50,7 @@ local CHAPTERS = {
   { "Experiments", { "kvlab/experiment/experiment", "kvlab/command_line",
     "kvlab/report/plot", "kvlab/report/heat_map", "kvlab/report/table",
     "kvlab/report/timeline", "kvlab/experiment/statistics",
-    "kvlab/experiment/synthetic" } },
+    "kvlab/experiment/kinds", "kvlab/experiment/synthetic" } },
 }
 
 -- ---- Lua ------------------------------------------------------------------------------

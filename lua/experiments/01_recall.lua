@@ -49,12 +49,14 @@ local exam = require "models.recall.exam"
 local options = require "kvlab.options"
 
 local exams = exam.OPTIONS
-local KINDS = { unit = options.one_of("ratio", "tokens", "blocks"),
-  memory = options.one_of("resident", "ring", "hot"), question = exams.question,
-  format = exams.format, model = exams.model, tables = exams.tables,
-  granularity = options.one_of("block", "token"),
-  index = options.one_of("key", "random", "model"), index_pool = options.count,
-  reuse_steps = options.count, reuse_layers = options.count }
+local KINDS = kv.experiment.kinds({ count = { "context", "prompts", "needles",
+  "block_size", "index_pool", "reuse_steps", "reuse_layers" },
+  not_negative = { "budget" }, text = { "split" }, format = { "format" } },
+  { unit = options.one_of("ratio", "tokens", "blocks"),
+    memory = options.one_of("resident", "ring", "hot"), question = exams.question,
+    model = exams.model, tables = exams.tables,
+    granularity = options.one_of("block", "token"),
+    index = options.one_of("key", "random", "model") })
 
 --- Returns the cache's `offload` options for a kind of memory.
 local function offload_of(memory, slots)

@@ -82,8 +82,14 @@ kv.experiment.run {
   defaults = { shape = kv.synthetic.default_shape(dev),
                block_size = is_cpu and 256 or 1024,
                ratio = 0.25, slots = 4 },
+  kinds = kv.experiment.kinds({ count = { "context", "block_size", "slots" }, share = {
+    "ratio" } }, { shape = kv.synthetic.SHAPE }),
   quick = { context = { 1024, 2048, 4096 } },
-  check = policies_of, run = run,
+  check = function(config)
+    policies_of(config)
+    kv.experiment.expect_multiple(config, "context", config.block_size)
+  end,
+  run = run,
   table = {
     { rows = "policy", columns = "context", value = "prefill_loaded", format = "%.0f" },
     { rows = "policy", columns = "context", value = "prefill_loaded_formula",

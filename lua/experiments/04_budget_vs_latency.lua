@@ -10,6 +10,7 @@
 --
 --   ./kvlab run lua/experiments/04_budget_vs_latency.lua [--device=cuda | --link-gbps=2]
 local kv = require "kvlab"
+local options = require "kvlab.options"
 
 local dev = kv.device()
 local is_cpu = dev:is_cpu()
@@ -71,7 +72,20 @@ kv.experiment.run {
   defaults = { shape = kv.synthetic.default_shape(dev), layers = is_cpu and 2 or 4,
                block_size = 16, steps = 24, warm_up = 8, drift = 0.1, hot_ratio = 2,
                evict = "lru" },
+  kinds = kv.experiment.kinds({ count = { "context", "layers", "block_size", "steps" },
+    whole = { "budget", "warm_up" }, share = { "drift" }, positive = { "hot_ratio" } }, {
+    shape = kv.synthetic.SHAPE, memory = options.one_of("resident", "ring", "hot") }),
   quick = { context = { 4096, 8192 }, budget = { 512, 1024, 0 } },
+  check = function(config)
+    kv.eviction(config.evict)
+    if config.warm_up >= config.steps then
+      error(("warm_up is %d, expected less than steps = %d"):format(config.warm_up,
+        config.steps), 0)
+    elseif config.context <= config.steps + 8 then
+      error(("context is %d, expected more than steps + 8 = %d"):format(config.context,
+        config.steps + 8), 0)
+    end
+  end,
   run = run,
   table = {
     { rows = "memory", columns = "context", value = "us_layer", where = { budget = 1024 },

@@ -14,12 +14,14 @@
 --
 --   ./kvlab run lua/experiments/05_paged_v1_v2.lua [--device=cuda] [--set seqs=1,64]
 local kv = require "kvlab"
+local options = require "kvlab.options"
 local seeds = require "kvlab.seeds"
 local text_table = require "kvlab.report.table"
 
 local dev = kv.device()
 local is_cpu = dev:is_cpu()
 local MIB, TOKENS_MOST = 1024 * 1024, 1024 * 1024   -- tokens of all sequences together
+local KERNELS = { "V1", "V2", "vLLM", "kvlab" }
 local VERSIONS = { V1 = 1, V2 = 2, vLLM = 0 }
 
 --- Returns block tables that hold all blocks in random order.
@@ -85,6 +87,11 @@ local function time(s, run, timings)
   return times[math.ceil(#times / 2)]
 end
 
+local function check_context(config)
+  kv.experiment.expect_multiple(config, "context", config.block_size)
+end
+
+--- Times one kernel.
 local function run(config, s)
   local a, version = batch(s, config), VERSIONS[config.kernel]
   local function call()
@@ -121,10 +128,12 @@ kv.experiment.run {
     { "context", is_cpu and { 512, 1024, 2048, 4096, 8192 }
                          or { 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536,
                               131072 } },
-    { "kernel", { "V1", "V2", "vLLM", "kvlab" } },
+    { "kernel", KERNELS },
   },
   defaults = { shape = kv.synthetic.default_shape(dev), block_size = 16,
                timings = is_cpu and 15 or 30 },
+  kinds = kv.experiment.kinds({ count = { "seqs", "context", "block_size", "timings" }
+    }, { shape = kv.synthetic.SHAPE, kernel = options.one_of(unpack(KERNELS)) }),
   quick = { seqs = { 1, 4 }, context = { 512, 2048 }, timings = 5 },
   when = function(config) return config.seqs * config.context <= TOKENS_MOST end,
   setup = function(s)
@@ -133,7 +142,7 @@ kv.experiment.run {
     s.from, s.to = dev:open_event(), dev:open_event()
   end,
   metrics = { "us", "gb_s" },
-  run = run,
+  check = check_context, run = run,
   table = v1_over_v2,
   plot = { x = "context", y = "us", series = "kernel", panel = "seqs", logx = true,
            logy = true, xlabel = "context (tokens)", ylabel = "time (us)",

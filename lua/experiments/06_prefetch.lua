@@ -12,6 +12,8 @@
 -- they are fetched as soon as the token budgets of the next n steps will reach the
 -- request. max_pending_prefetch is how many fetches may wait for a worker.
 local kv = require "kvlab"
+local named = require "kvlab.named"
+local options = require "kvlab.options"
 
 local function rows_of(config)
   return kv.experiment.memo({ requests = config.requests, seed = config.seed,
@@ -59,12 +61,19 @@ kv.experiment.run {
   defaults = { requests = 800, requests_s = 10, think_s = 30, input_tokens = 3000,
                blocks = 850, link_us = 100, max_seqs = 12, max_tokens = 4096,
                prefetch_workers = 4, slowdown = 5 },
+  kinds = kv.experiment.kinds({ count = { "max_pending_prefetch", "requests",
+    "input_tokens", "blocks", "max_seqs", "max_tokens", "prefetch_workers" }, whole = {
+    "prefetch_ahead" }, positive = { "link_gbps", "requests_s", "slowdown" }, not_negative
+    = { "think_s", "link_us" } }, { late = options.one_of("wait", "skip") }),
   quick = { link_gbps = { 4, 2 }, max_pending_prefetch = { 64 },
             prefetch_ahead = { 0, 2, 16 },
             priority = { "queue_position", "shortest_transfer" } },
   environment = kv.replay.ENVIRONMENT,
   metrics = { "stall_share", "stall_ms", "hit_rate", "ttft_mean_ms", "ttft_p99_ms",
               "in_time" },
+  check = function(config)
+    named.open("priorities", "priority", config.priority, 0)
+  end,
   run = run,
   table = {
     { rows = "prefetch_ahead", columns = "link_gbps", value = "stall_share",

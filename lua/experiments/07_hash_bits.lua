@@ -15,6 +15,8 @@
 local costs = require "kvlab.experiment.costs"
 local exam = require "models.recall.exam"
 local kv = require "kvlab"
+local options = require "kvlab.options"
+local sorted = require "kvlab.sorted"
 
 local SINK, RECENT = 1, 2
 
@@ -76,11 +78,19 @@ local function policy_of(config)
   return kv.policy("gsa_on_device", o)
 end
 
+local function exam_of(config)
+  return { context = config.context, prompts = config.prompts, needles = config.needles,
+           block_size = config.block_size, seed = config.seed,
+           question = config.question }
+end
+
+local function check(config)
+  exam.check(exam_of(config))
+  policy_of(config)
+end
+
 local function run(config)
-  local sitting = kv.experiment.memo({
-    context = config.context, prompts = config.prompts, needles = config.needles,
-    block_size = config.block_size, seed = config.seed, question = config.question,
-  }, exam.open)
+  local sitting = kv.experiment.memo(exam_of(config), exam.open)
   local policy = policy_of(config)
   local accuracy, step_us, found = sitting:ask(policy, overlap)
   return costs.add({ accuracy = accuracy, step_us = step_us,
@@ -102,6 +112,10 @@ kv.experiment.run {
   },
   defaults = { context = 4096, prompts = 16, needles = 32, block_size = 16,
                question = "decode" },
+  kinds = kv.experiment.kinds({ count = { "context", "prompts", "needles", "block_size"
+    }, share = { "budget" } }, { hash_of = options.one_of("block", "token",
+    unpack(sorted.keys(OTHERS))), planes = options.one_of("orthogonal", "gaussian"), bits
+    = options.within(1, 1024), question = exam.OPTIONS.question }),
   quick = { context = 1024, prompts = 1, bits = { 32, 64, 256 }, budget = { 0.05, 0.3 } },
   when = function(config) -- policies without hashes have neither bits nor planes
     return not OTHERS[config.hash_of]
@@ -110,7 +124,7 @@ kv.experiment.run {
   metrics = { "accuracy", "block_recall", "bytes_block", "bytes_share", "held_share",
               "moved_share", "step_us", "questions" },
   proportions = { accuracy = "questions", "block_recall", "bytes_share", "held_share" },
-  run = run,
+  check = check, run = run,
   table = {
     { rows = "bits", columns = "budget", value = "accuracy", beside = "bytes_share",
       format = "%.3f", where = { hash_of = "block", planes = "orthogonal" } },

@@ -13,6 +13,7 @@
 -- Without a GPU only the host's selection is measured, with copies from memory to memory.
 local ffi = require "ffi"
 local kv = require "kvlab"
+local options = require "kvlab.options"
 
 local KV_HEADS, GROUP, DIM, BLOCK, BUDGET, REPEATS = 8, 4, 128, 16, 0.3, 31
 local dev, cpu = kv.device(), kv.device "cpu"
@@ -120,8 +121,10 @@ if dev:is_cpu() then
   print "no GPU: measures only the host's selection, with copies from memory to memory"
 end
 
+local WAYS = { "block hashes", "token hashes", "means" }
+local PLACES = dev:is_cpu() and { "host" } or { "host", "device" }
 local tables = {}
-for _, at in ipairs(dev:is_cpu() and { "host" } or { "host", "device" }) do
+for _, at in ipairs(PLACES) do
   for _, part in ipairs(at == "host" and { "d2h_us", "select_us", "h2d_us", "total_us" }
                         or { "total_us" }) do
     tables[#tables + 1] = { rows = "by", columns = "context", value = part,
@@ -133,16 +136,19 @@ kv.experiment.run {
   name = "08_select_latency",
   title = "Choosing blocks on the host and on the device",
   grid = {
-    { "where", dev:is_cpu() and { "host" } or { "host", "device" } },
-    { "by", { "block hashes", "token hashes", "means" } },
+    { "where", PLACES },
+    { "by", WAYS },
     { "seqs", { 1, 16 } },
     { "context", { 8192, 32768, 131072 } },
   },
   defaults = { bits = 128 },
+  kinds = kv.experiment.kinds({ count = { "seqs", "context", "bits" } }, { where =
+    options.one_of(unpack(PLACES)), by = options.one_of(unpack(WAYS)) }),
   quick = { context = { 8192, 32768 }, seqs = { 1 } },
   when = function(config) -- 16 x 131072 tokens are 2 GB of token hashes
     return config.seqs == 1 or config.context < 131072
   end,
+  check = function(config) kv.experiment.expect_multiple(config, "context", BLOCK) end,
   metrics = { "d2h_us", "select_us", "h2d_us", "total_us" },
   run = function(config)
     return kv.scope(config.where == "host" and on_host or on_device, config)

@@ -15,6 +15,8 @@
 -- steps is measured on --device, the trace is replayed with these times, and the rows
 -- contain them.
 local kv = require "kvlab"
+local named = require "kvlab.named"
+local options = require "kvlab.options"
 
 local COLUMNS = { "hit_rate", "hit_blocks", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms",
                   "in_time", "stall_ms", "stall_share" }
@@ -73,7 +75,14 @@ kv.experiment.run {
                store_gb = 0, link_gbps = 5, link_us = 100, max_seqs = 64,
                max_tokens = 8192, prefetch_ahead = 2, prefetch_workers = 4,
                max_pending_prefetch = 64, slowdown = 5 },
+  kinds = kv.experiment.kinds({ count = { "max_seqs", "max_tokens", "prefetch_workers",
+    "max_pending_prefetch" }, whole = { "limit", "prefetch_ahead" }, positive = { "rate",
+    "kv_gb", "link_gbps", "slowdown" }, not_negative = { "store_gb", "link_us" }, text = {
+    "trace", "model" } }, { late = options.one_of("wait", "skip") }),
   environment = not kv.command_line.set.model and kv.replay.ENVIRONMENT or nil,
+  check = function(config)
+    named.open("priorities", "priority", config.priority, 0)
+  end,
   run = run,
   table = function(rows)
     local t = { header = { "late", "priority", unpack(COLUMNS) }, rows = {} }

@@ -11,6 +11,7 @@
 --
 --   ./kvlab run lua/experiments/10_nsa_memory.lua [--device=cuda] [--set cap=16777216]
 local kv = require "kvlab"
+local options = require "kvlab.options"
 local seeds = require "kvlab.seeds"
 local tensor = require "kvlab.tensor.tensor"
 
@@ -109,8 +110,17 @@ kv.experiment.run {
   },
   defaults = { topk = is_cpu and 512 or 2048, heads = is_cpu and 4 or 64,
                dim = is_cpu and 32 or 128, cap = is_cpu and 2 ^ 20 or 2 ^ 26 },
+  kinds = kv.experiment.kinds({ count = { "keys", "queries", "topk", "heads", "cap" } },
+    { way = options.one_of(unpack(WAYS)), dim = options.one_of(32, 64, 128) }),
   quick = { keys = { 4096 }, queries = { 1, 16 } },
   metrics = { "bytes_logits", "bytes_peak", "us", "rows", "columns", "ns_logit" },
+  check = function(config)
+    kv.experiment.expect_multiple(config, "keys", BLOCK)
+    if config.queries > config.keys then
+      error(("queries is %d, expected at most keys = %d"):format(config.queries,
+        config.keys), 0)
+    end
+  end,
   run = function(config) return kv.scope(run, config) end,
   table = {
     { rows = "keys", columns = "way", value = "bytes_peak", where = { queries = MOST },

@@ -13,6 +13,7 @@
 local costs = require "kvlab.experiment.costs"
 local exam = require "models.recall.exam"
 local kv = require "kvlab"
+local options = require "kvlab.options"
 
 -- ---- how many of the best tokens are selected -----------------------------------------
 
@@ -76,16 +77,27 @@ end
 
 -- ---- the grid -------------------------------------------------------------------------
 
-local function run(config)
-  local sitting = kv.experiment.memo({
-    context = config.context, prompts = config.prompts, needles = config.needles,
-    block_size = config.block_size, seed = config.seed,
-  }, exam.open)
-  local policy = kv.policy("nsa", { ratio = config.budget, sink = config.sink,
+local function exam_of(config)
+  return { context = config.context, prompts = config.prompts, needles = config.needles,
+           block_size = config.block_size, seed = config.seed }
+end
+
+local function policy_of(config)
+  return kv.policy("nsa", { ratio = config.budget, sink = config.sink,
     recent = config.recent, min_blocks = 0, index = config.index,
     index_dim = config.index_dim, index_bits = config.bits,
     rotate = config.rotate == "yes", granularity = config.granularity,
     index_layers = config.index_layers, seed = config.seed })
+end
+
+local function check(config)
+  exam.check(exam_of(config))
+  policy_of(config)
+end
+
+local function run(config)
+  local sitting = kv.experiment.memo(exam_of(config), exam.open)
+  local policy = policy_of(config)
   local accuracy, step_us, found = sitting:ask(policy, observer)
   local metrics = found.probe:metrics()
   return costs.add({ accuracy = accuracy,
@@ -131,6 +143,11 @@ kv.experiment.run {
   },
   defaults = { context = 4096, prompts = 8, needles = 32, block_size = 16, sink = 1,
                recent = 2 },
+  kinds = kv.experiment.kinds({ count = { "context", "prompts", "needles", "block_size",
+    "index_layers" }, whole = { "sink", "recent" }, share = { "budget" } }, { index =
+    options.one_of("key", "random"), granularity = options.one_of("token", "block"),
+    rotate = options.one_of("no", "yes"), bits = options.one_of(2, 4, 8), index_dim =
+    options.one_of(32, 64, 128) }),
   quick = { context = 1024, prompts = 1, index_dim = { 64, 128 }, bits = { 8, 2 },
             index_layers = { 1, 2 }, budget = { 0.05, 0.3 } },
   when = function(config) -- the model's keys have 128 dims
@@ -143,7 +160,7 @@ kv.experiment.run {
               "bytes_share", "held_share", "moved_share", "step_us", "questions" },
   proportions = { accuracy = "questions", "token_recall", "attention_mass",
                   "bytes_share", "held_share" },
-  run = run,
+  check = check, run = run,
   table = { table_of("accuracy", "key", "token"),
             table_of("accuracy", "random", "token"),
             table_of("accuracy", "key", "block"), table_of("accuracy", "random", "block"),

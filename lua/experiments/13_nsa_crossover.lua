@@ -15,6 +15,7 @@
 --   ./kvlab run lua/experiments/13_nsa_crossover.lua [--device=cuda] [--set topk=1024]
 --       [--set heads=128 --set kv_heads=1 --set head_dim=576 --set value_dim=512]
 local kv = require "kvlab"
+local options = require "kvlab.options"
 
 local dev = kv.device()
 local SMALL = dev:is_cpu()
@@ -134,8 +135,19 @@ kv.experiment.run {
                value_dim = 0,
                topk = SMALL and 512 or 2048, index_heads = SMALL and 8 or 64,
                index_dim = 128, logits_mb = SMALL and 64 or 1024 },
+  kinds = kv.experiment.kinds({ count = { "context", "batch", "chunk", "heads",
+    "kv_heads", "head_dim", "topk", "index_heads", "logits_mb" }, whole = { "value_dim" }
+    }, { phase = options.one_of("decode", "prefill"), index_dim = options.one_of(32, 64,
+    128) }),
   quick = { context = SMALL and { 1024, 2048 } or { 4096, 16384 } },
   metrics = { "dense_us", "index_us", "attend_us", "whole_us", "speedup" },
+  check = function(config)
+    kv.experiment.expect_multiple(config, "context", BLOCK)
+    if config.phase == "prefill" and config.chunk > config.context then
+      error(("chunk is %d, expected at most context = %d"):format(config.chunk,
+        config.context), 0)
+    end
+  end,
   run = function(config) return kv.scope(run, config) end,
   table = tables,
   plot = { x = "context", y = "speedup", series = "phase", logx = true, logy = true,

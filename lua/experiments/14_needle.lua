@@ -15,6 +15,7 @@
 local costs = require "kvlab.experiment.costs"
 local exam = require "models.recall.exam"
 local kv = require "kvlab"
+local options = require "kvlab.options"
 
 local DEPTHS = 8
 local NEEDLES = exam.QUERIES -- so that every needle is asked for
@@ -23,16 +24,17 @@ local depths = {}
 for i = 1, DEPTHS do depths[i] = 100 * (i - 0.5) / DEPTHS end
 
 --- Returns which of the DEPTHS equal parts of the context a depth lies in, from 1.
-local function part_of(depth)
-  if depth < 0 or depth >= 100 then
-    error(("depth is %g, expected at least 0 and less than 100"):format(depth), 0)
-  end
-  return math.floor(depth / 100 * DEPTHS) + 1
-end
+local function part_of(depth) return math.floor(depth / 100 * DEPTHS) + 1 end
 
 local function policy_of(o)
   return kv.policy(o.policy, o.policy ~= "full" and
     { ratio = o.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
+end
+
+local function exam_of(config)
+  return { context = config.context, prompts = config.prompts, needles = NEEDLES,
+           even = true, block_size = config.block_size, seed = config.seed,
+           tables = policy_of(config).evict and "head" or nil }
 end
 
 --- Asks every question of some contexts under one policy. Returns for each part of the
@@ -62,19 +64,17 @@ kv.experiment.run {
     { "depth", depths },
   },
   defaults = { prompts = 8, budget = 0.1, block_size = 16 },
+  kinds = kv.experiment.kinds({ count = { "context", "prompts", "block_size" }, share =
+    { "budget" } }, { depth = options.one_of(unpack(depths)) }),
   quick = { context = { 512, 1024 }, prompts = 2, depth = { 6.25, 31.25, 56.25, 93.75 } },
   metrics = { "accuracy", "questions", "bytes_share", "held_share", "moved_share",
               "bytes_peak", "bytes_evicted", "bytes_moved" },
   proportions = { accuracy = "questions", "bytes_share", "held_share" },
-  check = policy_of,
+  check = function(config) exam.check(exam_of(config)) end,
   run = function(config)
     local part = part_of(config.depth)
-    local answers = kv.experiment.memo({
-      policy = config.policy, budget = config.budget,
-      contexts = { context = config.context, prompts = config.prompts,
-        needles = NEEDLES, even = true, block_size = config.block_size,
-        seed = config.seed, tables = policy_of(config).evict and "head" or nil },
-    }, ask)
+    local answers = kv.experiment.memo({ policy = config.policy, budget = config.budget,
+      contexts = exam_of(config) }, ask)
     return costs.add({ accuracy = answers.right[part] / answers.asked[part],
       questions = answers.asked[part], note = answers.note }, answers.seen, answers.stats)
   end,

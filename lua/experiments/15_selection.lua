@@ -12,9 +12,11 @@
 local costs = require "kvlab.experiment.costs"
 local kv = require "kvlab"
 local llama = require "models.llama"
+local options = require "kvlab.options"
 local prompts = require "models.recall.prompts"
 
 local model -- loaded at its first use
+local LAYERS = 4 -- of the model
 local QUERY = 6 -- tokens of a question and its answer
 
 local function policy_of(config)
@@ -80,10 +82,14 @@ kv.experiment.run {
   },
   defaults = { context = 2048, needles = 32, questions = 8, budget = 0.1,
                block_size = 16, layer = 2, scored = "quest" },
+  kinds = kv.experiment.kinds({ count = { "context", "needles", "questions",
+    "block_size" }, share = { "budget" } }, { layer = options.within(0, LAYERS - 1) }),
   quick = { context = 512, questions = 4 },
   metrics = { "kept", "blocks_read", "attention_mass", "output_error", "bytes_share",
               "held_share", "moved_share" },
   check = function(config)
+    kv.policy(config.scored)
+    prompts.check(config.context, config.needles)
     if policy_of(config).evict then
       error(("policy is %s, which evicts tokens, expected one that selects blocks")
         :format(config.policy), 0)

@@ -108,10 +108,22 @@ kv.experiment.run {
   defaults = { shape = kv.synthetic.default_shape(dev), layers = 8,
                context = 32768, block_size = 16, ratio = 0.1, refresh = 4, periods = 6,
                hot_ratio = 2, us_layer = 200, evict = "lru" },
+  kinds = kv.experiment.kinds({ count = { "layers", "context", "block_size", "refresh",
+    "periods" }, whole = { "prefetch_ahead" }, share = { "drift", "ratio" }, positive = {
+    "hot_ratio", "us_layer" }, not_negative = { "link_gbps" } }, { shape =
+    kv.synthetic.SHAPE }),
   quick = { drift = { 0.03 }, link_gbps = { LINKS[#LINKS] }, context = 4096,
             periods = 3 },
   metrics = { "stall_share", "step_us", "resident_us", "hit_rate", "missed_bytes",
               "ahead_bytes", "wasted_share" },
+  check = function(config)
+    kv.eviction(config.evict)
+    local steps = (config.periods + 1) * config.refresh + 8
+    if config.context <= steps then
+      error(("context is %d, expected more than (periods + 1) * refresh + 8 = %d"):format(
+        config.context, steps), 0)
+    end
+  end,
   run = run,
   table = {
     { rows = "prefetch_ahead", columns = "link_gbps", value = "stall_share",

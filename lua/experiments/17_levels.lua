@@ -29,6 +29,7 @@
 local costs = require "kvlab.experiment.costs"
 local exam = require "models.recall.exam"
 local kv = require "kvlab"
+local options = require "kvlab.options"
 
 local LEVELS = {
   plain = { needles = 32, question = "decode" },
@@ -44,17 +45,16 @@ local function policy_of(config)
     { blocks = config.budget, sink = 1, recent = 2, min_blocks = 0 } or nil)
 end
 
-local function run(config)
+local function exam_of(config)
   local level = LEVELS[config.level]
-  if not level then
-    error(("level is %s, expected one of %s"):format(tostring(config.level),
-      table.concat(NAMES, ", ")), 0)
-  end
+  return { context = config.context, prompts = config.prompts, needles = level.needles,
+           question = level.question, hops = level.hops, block_size = config.block_size,
+           seed = config.seed, tables = policy_of(config).evict and "head" or nil }
+end
+
+local function run(config)
   local policy = policy_of(config)
-  local sitting = kv.experiment.memo({ context = config.context,
-    prompts = config.prompts, needles = level.needles, question = level.question,
-    hops = level.hops, block_size = config.block_size, seed = config.seed,
-    tables = policy.evict and "head" or nil }, exam.open)
+  local sitting = kv.experiment.memo(exam_of(config), exam.open)
   local accuracy, _, probe = sitting:ask(policy, kv.probe)
   local metrics = probe:metrics()
   costs.add(metrics, metrics, sitting:stats())
@@ -74,12 +74,14 @@ kv.experiment.run {
       when = function(config) return config.policy ~= "full" end },
   },
   defaults = { context = 2048, prompts = 8, block_size = 16 },
+  kinds = kv.experiment.kinds({ count = { "budget", "context", "prompts", "block_size" }
+    }, { level = options.one_of(unpack(NAMES)) }),
   quick = { prompts = 1, budget = { 8 } },
   metrics = { "accuracy", "attention_mass", "output_error", "bytes_share", "held_share",
               "moved_share", "bytes_peak", "bytes_evicted", "bytes_moved", "questions" },
   proportions = { accuracy = "questions", "attention_mass", "bytes_share",
                   "held_share" },
-  check = policy_of, run = run,
+  check = function(config) exam.check(exam_of(config)) end, run = run,
   table = {
     { rows = "policy", columns = "level", value = "accuracy", format = "%.3f",
       where = { budget = 5 } },

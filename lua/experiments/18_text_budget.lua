@@ -35,6 +35,7 @@ local downloads = require "kvlab.downloads"
 local files = require "kvlab.files"
 local kv = require "kvlab"
 local opener = require "models.open"
+local options = require "kvlab.options"
 local readings = require "models.reading"
 local writers = require "kvlab.task.writer"
 
@@ -228,6 +229,12 @@ kv.experiment.run {
                  or "sample", text = "kjv", length = 2048, decode = 64, examples = 8,
                block_size = 16, question = "decode", chat = false, dtype = "bf16",
                format = "model", split = "even", heads = "" },
+  kinds = kv.experiment.kinds({ count = { "length", "decode", "examples", "block_size" },
+    share = { "budget" }, yes_or_no = { "chat" },
+    text = { "model", "text", "split", "heads" }, dtype = { "dtype" },
+    format_or_model = { "format" } },
+    { task = options.one_of(unpack(TASKS)),
+      question = options.one_of("decode", "prompt") }),
   quick = { task = { "perplexity", "needle" }, budget = { 0.1 }, length = 512,
             decode = 24, examples = 4 },
   proportions = { score = "zero_one", "attention_mass", "bytes_share", "held_share" },

@@ -25,6 +25,7 @@
 local downloads = require "kvlab.downloads"
 local kv = require "kvlab"
 local opener = require "models.open"
+local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
 
 local NAMES = { "Aro", "Bela", "Cadi", "Doru", "Elin", "Fara", "Goro", "Hale", "Iska",
@@ -145,6 +146,9 @@ kv.experiment.run {
   defaults = { model = downloads.find "smollm2" and "smollm2" or "sample", dtype = "f32",
                lines = 60, tokens = 128, prompts = 2, ngram = 3, ratio = 0.1,
                runs = 2 },
+  kinds = kv.experiment.kinds({ count = { "draft", "lines", "tokens", "prompts",
+    "ngram", "runs" }, share = { "ratio" }, text = { "model" }, dtype = { "dtype" } }, {
+    text = options.one_of(unpack(sorted.keys(PROMPTS))) }),
   quick = { draft = { 8 }, lines = 20, tokens = 48, prompts = 1, runs = 1 },
   proportions = { "accepted_share", "same_share" },
   metrics = { "speedup", "tokens_step", "accepted_share", "same_share", "tokens_s",

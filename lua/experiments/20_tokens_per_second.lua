@@ -43,6 +43,7 @@ local costs = require "kvlab.experiment.costs"
 local files = require "kvlab.files"
 local json = require "kvlab.json"
 local kv = require "kvlab"
+local options = require "kvlab.options"
 local shapes = require "models.shapes"
 
 local WARM = 4 -- steps before the clock starts: one makes buffers, one records the graph
@@ -251,6 +252,9 @@ kv.experiment.run {
   defaults = { model = is_cuda and "8b" or "small", dtype = "bf16", cache = "bf16",
                memory = "resident", hot = 0.2, listed = 2048, block_size = 16,
                steps = 16, runs = 3 },
+  kinds = kv.experiment.kinds({ count = { "listed", "block_size", "steps", "runs" },
+    share = { "budget", "hot" }, text = { "model" }, dtype = { "dtype" }, format = {
+    "cache" } }, { memory = options.one_of("resident", "hot") }),
   quick = { model = "small", prompts = { "2x512" }, steps = 4, runs = 1 },
   proportions = { "bytes_share", "held_share", "hit_rate" },
   metrics = { "tokens_s", "ms", "speedup", "bytes", "gb_s", "bytes_share", "held_share",

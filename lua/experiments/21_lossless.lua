@@ -360,12 +360,12 @@ local function check(config)
   if not (config.spread >= 1 and config.spread < math.huge) then
     error(("spread is %s, expected a number from 1"):format(tostring(config.spread)), 0)
   end
-  if not shapes.has(config.model) then return end
-  shapes.prompts(config.prompts)
-  if not (config.accept >= 0 and config.accept <= 1) then
-    error(("accept is %s, expected a number from 0 to 1"):format(
-      tostring(config.accept)), 0)
+  if not shapes.has(config.model) then
+    if config.prompts == "text" then return end
+    error(("prompts is %s, expected text for a trained model, with context and answers")
+      :format(config.prompts), 0)
   end
+  shapes.prompts(config.prompts)
   if config.temperature ~= 0 then
     error(("temperature is %s, expected 0 for random weights: accept says what is right")
       :format(tostring(config.temperature)), 0)
@@ -427,6 +427,10 @@ kv.experiment.run {
                cache = is_cuda and "bf16" or "f32", block_size = 16, accept = 0.9,
                temperature = 0, context = 2048, spread = 1, needles = 32, answers = 4,
                tokens = 48, steps = 16, most = 8, runs = 2 },
+  kinds = kv.experiment.kinds { count = { "draft", "block_size", "context", "needles",
+    "answers", "tokens", "steps", "most", "runs" }, share = { "ratio", "accept" }, text =
+    { "model" }, not_negative = { "temperature" }, positive = { "spread" }, dtype = {
+    "dtype" }, format = { "cache" } },
   quick = { policy = { "quest" }, ratio = { 0.1 }, draft = { 3 }, context = 512,
             needles = 8, answers = 1, tokens = 12, runs = 1, steps = 2 },
   proportions = { "accepted_share", "first_share", "same_share", "held_share" },

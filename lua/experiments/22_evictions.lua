@@ -19,6 +19,8 @@
 --   ./kvlab run lua/experiments/22_evictions.lua [--set evict=lru,mine]
 local kv = require "kvlab"
 local exam = require "models.recall.exam"
+local options = require "kvlab.options"
+local sorted = require "kvlab.sorted"
 
 local SLOTS = "slots, as a multiple of the blocks that a step reads"
 
@@ -161,6 +163,10 @@ kv.experiment.run {
   end,
   defaults = { context = 2048, prompts = 4, blocks = 16, block_size = 16, drift = 0.1,
                steps = 384 },
+  kinds = kv.experiment.kinds({ count = { "context", "prompts", "blocks", "block_size",
+    "steps" }, share = { "drift" }, positive = { "slots" } }, { trace =
+    options.one_of(unpack(sorted.keys(TRACES))), policy =
+    options.one_of(unpack(sorted.keys(POLICIES))) }),
   quick = { context = 512, prompts = 1, slots = { 1.5, 3 }, blocks = 8, steps = 48 },
   metrics = { "hit_rate", "fetched_share", "selected" },
   check = check, run = run,

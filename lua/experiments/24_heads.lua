@@ -67,6 +67,8 @@ local function open(o)
   return opened
 end
 
+local LAYERS, HEADS = 4, 2 -- of the recall model
+
 local function check(config)
   kv.policy("streaming", { tokens = config.context, sink = config.sink,
                            recent = config.recent })
@@ -74,6 +76,10 @@ local function check(config)
     error(("sink is %d and recent %d, expected less together than context = %d, since "
       .. "else no head streams"):format(config.sink, config.recent, config.context), 0)
   elseif config.model == "recall" then
+    if config.layer >= LAYERS or config.head >= HEADS then
+      error(("layer is %d and head %d, expected fewer than the %d layers and %d KV heads "
+        .. "of the model"):format(config.layer, config.head, LAYERS, HEADS), 0)
+    end
     exam.check { context = config.context, prompts = config.prompts,
                  needles = config.needles, block_size = config.block_size }
   end
@@ -95,9 +101,11 @@ end
 kv.experiment.run {
   name = "24_heads",
   title = "Which heads need the whole text?",
-  grid = { { "layer", range(4) }, { "head", range(2) } },
+  grid = { { "layer", range(LAYERS) }, { "head", range(HEADS) } },
   defaults = { model = "recall", context = 2048, prompts = 8, needles = 32,
                block_size = 16, sink = 1, recent = 8 },
+  kinds = kv.experiment.kinds { count = { "context", "prompts", "needles", "block_size"
+    }, whole = { "layer", "head", "sink", "recent" }, text = { "model" } },
   quick = { context = 512, prompts = 2 },
   proportions = { accuracy = "questions" },
   metrics = { "lost", "accuracy", "questions" },

@@ -6,7 +6,7 @@
 --     grid = { {"context", {512, 4096}}, {"policy", {"quest", "random"}},
 --              {"budget", {0.05, 0.1}} },            -- the last axis varies fastest
 --     defaults = { prompts = 8 },                    -- --set prompts=2 changes one
---     kinds = { prompts = options.count },           -- what values may be, if not any
+--     kinds = kv.experiment.kinds { count = { "prompts" } }, -- what values may be
 --     quick = { context = {512}, prompts = 2 },      -- what --quick puts in their place
 --     when = function(config) return … end,          -- leaves combinations out
 --     check = function(config) … end,                -- raises for one that cannot run
@@ -53,6 +53,7 @@ local json = require "kvlab.json"
 local manifests = require "kvlab.experiment.manifest"
 local grids = require "kvlab.experiment.grid"
 local help = require "kvlab.experiment.help"
+local kinds = require "kvlab.experiment.kinds"
 local command_line = require "kvlab.command_line"
 local plans = require "kvlab.experiment.plan"
 local plots = require "kvlab.report.plot"
@@ -68,7 +69,7 @@ local shards = require "kvlab.experiment.sweep.shards"
 local workers = require "kvlab.experiment.sweep.workers"
 local text_table = require "kvlab.report.table"
 
-local M = {}
+local M = { kinds = kinds.kinds, expect_multiple = kinds.expect_multiple }
 
 --- Returns fn(keys), and computes it only once for equal keys: for contexts that a model
 -- has read, say, and that the next configurations need again. `fn` gets nothing but

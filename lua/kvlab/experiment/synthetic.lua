@@ -45,12 +45,12 @@ M.SHAPES = {
 local Synthetic = {}
 Synthetic.__index = Synthetic
 
+--- The kind of the name of a shape.
+M.SHAPE = options.one_of(unpack(sorted.keys(M.SHAPES)))
+
 local a_policy = options.like("a policy", "select_blocks", "compute_decode")
 local OPTIONS = {
-  device = kinds.device, shape = options.required {
-    "one of " .. table.concat(sorted.keys(M.SHAPES), ", "),
-    function(x) return M.SHAPES[x] ~= nil end,
-  },
+  device = kinds.device, shape = options.required(M.SHAPE),
   layers = options.count, context = options.required(options.count),
   block_size = options.count, max_seqs = options.count, chunk = options.count,
   dtype = kinds.dtype, format = options.one_of(unpack(formats.NAMES)),

@@ -2,8 +2,8 @@
 -- shapes are checked always. Their contents are checked where the host can read them
 -- without waiting, which is on the CPU's default stream; with --check they are checked
 -- everywhere, after waiting for the device. While a graph is recorded, tensors have no
--- contents yet, so they are not checked. Scores that are all NaN are found in steps that
--- are observed, and in the first step of each phase of an attention, on every device.
+-- contents yet, so they are not checked. Scores that are all NaN or -inf are found in steps
+-- that are observed, and in the first step of each phase of an attention, on every device.
 local ffi = require "ffi"
 local command_line = require "kvlab.command_line"
 local house = require "kvlab.house"
@@ -65,9 +65,10 @@ local function contents(t, waits, pointer)
 end
 
 --- The blocks of sequence s whose scores matter: those that are neither sink nor recent,
--- if there are several. A block that is always selected needs no score, and a policy may
--- leave it unwritten.
+-- if there are several and the sequence selects in this step. A block that is always
+-- selected needs no score, and a policy may leave it unwritten.
 local function decided(ctx, s, budget)
+  if ctx.asked and not ctx.asked[s + 1] then return 0, -1 end
   local n = ctx.sequences[s + 1]:blocks()
   return budget.sink, n > 1 and n - budget.recent - 1 or -1
 end
@@ -80,8 +81,8 @@ local function has_decided(ctx, budget)
 end
 
 --- Raises unless `scores` are f32 [seqs, kv_heads or 1, width]; if ctx.checks_scores,
--- also when all that decide are NaN, so that nothing is selected but sink and recent
--- blocks; with --check, also for one NaN.
+-- also when all that decide are NaN or -inf, so that nothing is selected but sink and
+-- recent blocks; with --check, also for one NaN.
 ---@param budget kvlab.Budget  by which the blocks are selected
 ---@param what? string         what errors call the scores: "scores"
 function M.scores(ctx, scores, budget, what)
@@ -98,7 +99,7 @@ function M.scores(ctx, scores, budget, what)
     local first, last = decided(ctx, s, budget)
     for b = first, last do
       local x = values[row * ctx.width + b]
-      has_number = has_number or x == x
+      has_number = has_number or x > -math.huge
       if x ~= x and command_line.check then
         refuse(ctx, "the score of sequence %d, head %d, block %d is NaN, expected a "
           .. "number, or -inf for a block that is not eligible", s, row % heads, b)
@@ -106,8 +107,8 @@ function M.scores(ctx, scores, budget, what)
     end
   end
   if not has_number then
-    refuse(ctx, "all %s of step %d are NaN, expected numbers: a block whose score is NaN "
-      .. "is never selected", what or "scores", ctx.step)
+    refuse(ctx, "all %s of step %d are NaN or -inf, expected numbers: a block with such a "
+      .. "score is never selected", what or "scores", ctx.step)
   end
   ctx.has_checked[ctx.phase] = true
 end

@@ -121,22 +121,35 @@ describe("scores", function()
     assert.is_true(ok, text)
   end)
 
-  it("are refused when all are NaN, in the first step and in those that are observed",
+  it("are refused when all are NaN or -inf, in the first step and in those observed",
     function()
       local steps, first = 0, 1
-      local function definition()
+      local function definition(score)
         steps = 0
         return { defaults = { ratio = 0.3 }, score = function(_, ctx)
           steps = steps + 1
-          return ctx:new_scores():fill_(steps < first and 0 or 0 / 0)
+          return ctx:new_scores():fill_(steps < first and 0 or score)
         end }
       end
-      local words = "all scores of step %d are NaN, expected numbers: a block whose "
-        .. "score is NaN is never selected"
-      refused(words:format(2), definition())
-      first = 2
-      refused(words:format(3), definition(), true)
+      local words = "all scores of step %d are NaN or -inf, expected numbers: a block with "
+        .. "such a score is never selected"
+      for _, score in ipairs { 0 / 0, -math.huge } do
+        first = 1
+        refused(words:format(2), definition(score))
+        first = 2
+        refused(words:format(3), definition(score), true)
+      end
     end)
+
+  -- A maximum over heads leaves NaN out, and is -inf if all are NaN.
+  it("are refused when an expression makes NaN of all", function()
+    local e = kv.expr
+    for _, score in ipairs { ((e.q * e.mean):sum "dim" * (0 / 0)):max "head",
+      ((e.q * e.mean):sum "dim" * (0 / 0)):mean "head" } do
+      refused("all scores of step 2 are NaN or -inf", { defaults = { ratio = 0.3 },
+        summary = { mean = e.k:mean "token" }, score = score })
+    end
+  end)
 
   it("may be all NaN where there is one block, which is always selected", function()
     local policy = kv.policy.define { name = "x", decode = true, own_bytes = 0,
@@ -160,7 +173,7 @@ describe("scores", function()
           end }
       end
       decode(definition(0))
-      refused("all scores of step 2 are NaN", definition(0 / 0))
+      refused("all scores of step 2 are NaN or", definition(0 / 0))
     end)
 
   it("of -inf are never selected, whatever the budget", function()

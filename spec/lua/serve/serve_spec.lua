@@ -153,7 +153,8 @@ local function check(dev)
           assert.equal(time == 2 and 16 or 0, requests[2].blocks_loaded)
           for i = 1, 2 do
             for t, row in ipairs(want[i]) do
-              support.close(got[i][t], row, format == "bf16" and TOLERANCE or 0.1, 0, format)
+              support.close(got[i][t], row, format == "bf16" and TOLERANCE or 0.1, 0,
+                format)
             end
           end
         end
