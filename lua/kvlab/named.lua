@@ -9,6 +9,7 @@ local library = require "kvlab.library"
 local hint = require("kvlab.words").hint
 local options = require "kvlab.options"
 local sorted = require "kvlab.sorted"
+local sources = require "kvlab.sources"
 
 local M = {}
 
@@ -121,6 +122,7 @@ function M.open(kind, what, name, level)
       table.concat(found, " and ")), level + 2)
   end
   local module = kind .. "." .. name
+  sources.named(module)
   local ok, value = pcall(require, module)
   if ok then return value, found[1] end
   package.loaded[module] = nil -- else the next try would be told of a loop, not the cause

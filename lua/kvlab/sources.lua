@@ -9,6 +9,8 @@
 --   sources.keep(path)   all rows depend on a file that C opens from now on: weights
 --   sources.load(path)   a file of code has just been read: hashes it at once
 --   sources.use(path)    the row that is being computed depends on the file: a policy
+--   sources.named(module)
+--                        rows depend on such a module only where they use its file
 --   sources.begin()      a run of an experiment begins: forgets the hashes of data
 --                        files, which may have changed since the last run
 --   local used, ... = sources.collect(fn, ...)
@@ -166,6 +168,11 @@ local function build_text()
 end
 
 local module_paths = {} -- of script_modules, by module; false for those that do not count
+
+--- Notes that rows do not depend on a module just because it was loaded: a policy, say,
+-- whose file is used by the rows of that policy alone, but is read to list all policies.
+---@param module string
+function M.named(module) module_paths[module] = false end
 
 --- Returns the file of a module that a script loaded; false for those that rows name in
 -- another way (the project's policies, say) and those that are installed in /usr.

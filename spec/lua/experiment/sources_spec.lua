@@ -67,6 +67,28 @@ describe("a row's sources", function()
     end)
   end)
 
+  it("are a policy's file where it is used, not where it was only listed", function()
+    local given = kv.command_line.path
+    kv.command_line.path = folder
+    files.make_folder(path "policies")
+    files.write(path "policies/empty.lua", "")
+    files.write(path "policies/own.lua", [[return require("kvlab").policy.define {
+      name = "own", decode = true, score = function() end }]])
+    local ok, why = pcall(function()
+      assert.truthy(table.concat(kv.policy.names "decode", " "):find("own", 1, true))
+      local _, listed = run(function() end)
+      harness.make_folder()
+      local _, used = run(function() kv.policy "own" end)
+      for _, name in ipairs { "empty", "own" } do
+        assert.is_nil(listed[path("policies/" .. name .. ".lua")])
+      end
+      assert.is_nil(used[path "policies/empty.lua"])
+      assert.is_string(used[path "policies/own.lua"])
+    end)
+    kv.command_line.path = given
+    assert(ok, why)
+  end)
+
   it("are a tensor's file and a text's", function()
     kv.npy.save(path "one.npy", kv.zeros("cpu", "f32", { 2 }))
     files.write(path "text", "A text.")
