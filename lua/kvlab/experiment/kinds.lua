@@ -3,8 +3,8 @@
 --
 --   kinds = kv.experiment.kinds({ count = { "context", "prompts" },
 --     share = { "ratio" } }, { late = options.one_of("wait", "skip") })
-local formats = require "kvlab.memory.formats"
 local options = require "kvlab.options"
+local pages = require "kvlab.tensor.pages"
 local sorted = require "kvlab.sorted"
 
 local M = {}
@@ -15,8 +15,8 @@ local GROUPS = {
   share = options.share, positive = options.positive,
   not_negative = options.not_negative, text = options.string,
   yes_or_no = options.boolean, dtype = options.one_of("f32", "f16", "bf16"),
-  format = options.one_of(unpack(formats.NAMES)),
-  format_or_model = options.one_of("model", unpack(formats.NAMES)),
+  format = options.one_of(unpack(pages.NAMES)),
+  format_or_model = options.one_of("model", unpack(pages.NAMES)),
 }
 
 --- The kinds of settings.
