@@ -56,6 +56,7 @@ local OPTIONS = {
   dtype = kinds.dtype, format = options.one_of(unpack(formats.NAMES)),
   seed = options.any_whole, prefill_policy = a_policy, decode_policy = a_policy,
   decode_through = options.one_of("ring", "hot"), max_blocks = options.count,
+  tables = options.one_of("one", "layer", "head"),
   offload = OFFLOAD, fixed_width = options.boolean,
 }
 
@@ -71,7 +72,7 @@ end
 --                 max_seqs (1), chunk (1: decode only), dtype (bf16) of q, k and v,
 --                 format (dtype) of the cache's pages, seed (0),
 --                 prefill_policy, decode_policy, decode_through, max_blocks, offload
---                 (nil: resident), fixed_width (false)
+--                 (nil: resident), tables ("one"), fixed_width (false)
 ---@return kvlab.Synthetic
 local function new(o)
   options.check("synthetic", o, OPTIONS)
@@ -86,7 +87,8 @@ local function new(o)
   self.chunk = tokens
   self.cache = new_cache { device = dev, format = o.format or o.dtype,
     layers = self.layers, blocks = blocks, block_size = size, kv_heads = shape.kv_heads,
-    head_dim = shape.head_dim, value_dim = shape.value_dim, offload = offload }
+    head_dim = shape.head_dim, value_dim = shape.value_dim, offload = offload,
+    tables = o.tables }
   self.attention = attention_of { cache = self.cache, heads = shape.heads,
     max_seqs = self.max_seqs, max_blocks = o.max_blocks,
     prefill_policy = o.prefill_policy, decode_policy = o.decode_policy,
@@ -168,12 +170,15 @@ function Synthetic:layers_of_step()
 end
 
 --- Prefills `length` more tokens of a sequence in chunks.
-function Synthetic:prefill(seq, length)
+---@param seq kvlab.Sequence
+---@param length integer
+---@param ends_prompt? boolean  these are the last ones of its prompt (false)
+function Synthetic:prefill(seq, length, ends_prompt)
   local left = length
   while left > 0 do
     local n = math.min(self.chunk, left)
     self.batch:append({ seq }, { n })
-    self.attention:begin(self.batch, true)
+    self.attention:begin(self.batch, true, ends_prompt and n == left and { true } or nil)
     self:layers_of_step()
     left = left - n
   end
@@ -183,7 +188,7 @@ end
 function Synthetic:begin_decode(seqs)
   local counts = {}
   for i = 1, #seqs do counts[i] = 1 end
-  self.batch:append(seqs, counts)
+  self.batch:append(seqs, counts, nil, nil, nil, self.attention.evictor ~= nil)
   self.attention:begin(self.batch, false)
 end
 
@@ -223,7 +228,8 @@ end
 
 arguments.methods(Synthetic, "a synthetic model", {
   sequence = { length = options.whole }, layer_of_step = { layer = options.whole },
-  prefill = { seq = objects.sequence, length = options.whole },
+  prefill = { seq = objects.sequence, length = options.whole,
+              ends_prompt = options.optional(options.boolean) },
   begin_decode = { seqs = objects.sequences }, decode = { seqs = objects.sequences },
   turn = { angle = options.number, step = options.whole },
   time = { fn = options.callable },

@@ -2,8 +2,9 @@
 -- shapes are checked always. Their contents are checked where the host can read them
 -- without waiting, which is on the CPU's default stream; with --check they are checked
 -- everywhere, after waiting for the device. While a graph is recorded, tensors have no
--- contents yet, so they are not checked. Scores that are all NaN or -inf are found in steps
--- that are observed, and in the first step of each phase of an attention, on every device.
+-- contents yet, so they are not checked. Scores that are all NaN or -inf are found in
+-- steps that are observed, and in the first step of each phase of an attention, on every
+-- device.
 local ffi = require "ffi"
 local command_line = require "kvlab.command_line"
 local house = require "kvlab.house"
@@ -107,8 +108,8 @@ function M.scores(ctx, scores, budget, what)
     end
   end
   if not has_number then
-    refuse(ctx, "all %s of step %d are NaN or -inf, expected numbers: a block with such a "
-      .. "score is never selected", what or "scores", ctx.step)
+    refuse(ctx, "all %s of step %d are NaN or -inf, expected numbers: a block with such "
+      .. "a score is never selected", what or "scores", ctx.step)
   end
   ctx.has_checked[ctx.phase] = true
 end

@@ -63,7 +63,7 @@ end
 
 local function to_list(text)
   local list = {}
-  for word in text:gmatch("[^,]+") do list[#list + 1] = word end
+  for word in text:gmatch("%s*([^,]*[^,%s])%s*") do list[#list + 1] = word end
   return list
 end
 

@@ -6,7 +6,8 @@
 -- (kv.synthetic). Every policy decodes its own sequences, whose blocks are forks of the
 -- same ones. The end of the context is prefilled with dense attention, so that a policy
 -- that watches the prompt has seen one; the earlier blocks are shown to the policy as if
--- they had been prefilled.
+-- they had been prefilled. A policy that evicts has a cache of its own, with tables by
+-- head or by layer (--set tables=layer), and prefills all of its context densely.
 --
 -- What makes the times comparable:
 --   - The policies take turns, step by step. Each round begins with another policy, and
@@ -34,6 +35,7 @@ local M = {}
 
 local WARM_UP = 4  -- steps that are not counted
 local PROMPT = 64  -- tokens at the end of the context that are prefilled
+local CHUNK = 512  -- of a context that is prefilled whole
 local MIB = 2 ^ 20
 
 -- ---- what is asked for ----------------------------------------------------------------
@@ -46,15 +48,18 @@ local function settings_of(given, dev)
     context = given.quick and 1024 or is_cpu and 8192 or 32768, seqs = 1,
     budget = 0.1, unit = "ratio", block_size = 16, dtype = "bf16", shape = shape,
     layers = given.quick and 2 or known and known.layers or 1,
-    steps = given.quick and 9 or 31, flush_mib = is_cpu and 64 or 512,
+    steps = given.quick and 9 or 31, flush_mib = is_cpu and 64 or 512, tables = "head",
   })
   for key, value in pairs(given.set) do grids.override(o, key, value, "--set") end
   for _, name in ipairs { "context", "seqs", "block_size", "layers", "steps" } do
     options.argument("--set", name, o.defaults[name], options.count)
   end
   options.argument("--set", "flush_mib", o.defaults.flush_mib, options.whole)
-  options.argument("--set", "unit", o.defaults.unit,
-    options.one_of("ratio", "tokens", "blocks"))
+  for name, kind in pairs { unit = options.one_of("ratio", "tokens", "blocks"),
+    tables = options.one_of("layer", "head"), shape = synthetic.SHAPE,
+    dtype = options.one_of("f32", "f16", "bf16") } do
+    options.argument("--set", name, o.defaults[name], kind)
+  end
   return o.defaults
 end
 
@@ -82,6 +87,7 @@ end
 
 ---@class kvlab.shell.Lane  a policy with its attention and its sequences
 ---@field name string
+---@field model kvlab.Synthetic  whose cache it reads
 ---@field attention kvlab.Attention
 ---@field stages kvlab.Stages
 ---@field seqs kvlab.Sequence[]
@@ -99,13 +105,32 @@ local function prompt_of(s, base, o)
   return seq
 end
 
-local function open_lane(s, name, bases, o, blocks)
+local function open_lane(s, name, policy, o, blocks)
   local attention = attention_of { cache = s.cache, heads = s.shape.heads,
-    decode_policy = open_policy(name, o), max_seqs = o.seqs, max_blocks = blocks }
-  local lane = { name = name, attention = attention, seqs = {}, samples = {} }
+    decode_policy = policy, max_seqs = o.seqs, max_blocks = blocks }
   s.attention = attention
+  return { name = name, model = s, attention = attention, seqs = {}, samples = {},
+           stages = stages.new(attention) }
+end
+
+--- A lane whose sequences are forks of `bases`, in the cache of s.
+local function open_sharing(s, name, policy, bases, o, blocks)
+  local lane = open_lane(s, name, policy, o, blocks)
   for i, base in ipairs(bases) do lane.seqs[i] = prompt_of(s, base, o) end
-  lane.stages = stages.new(attention)
+  return lane
+end
+
+--- A lane of a policy that evicts, with a cache of its own. open(more) opens a synthetic
+-- model.
+local function open_evicting(open, name, policy, o, blocks)
+  local s = open { tables = o.tables, chunk = math.max(CHUNK, o.seqs),
+                   context = 2 * o.seqs * blocks * o.block_size } -- evictions copy pages
+  local lane = open_lane(s, name, policy, o, blocks)
+  for i = 1, o.seqs do
+    lane.seqs[i] = s.cache:sequence()
+    lane.attention:request_begin(lane.seqs[i])
+    s:prefill(lane.seqs[i], o.context, true)
+  end
   return lane
 end
 
@@ -114,13 +139,21 @@ local function open_lanes(names, o, dev, seed)
   local size, steps = o.block_size, 2 * (o.steps + WARM_UP)
   local before = math.max(0, math.floor((o.context - PROMPT) / size) * size)
   local blocks = math.ceil((o.context + steps) / size) + 1
-  local s = kv.synthetic { device = dev, shape = o.shape, layers = o.layers,
-    dtype = o.dtype, block_size = size, max_seqs = o.seqs, chunk = PROMPT + size,
-    seed = seed, max_blocks = blocks,
+  local function open(more)
+    local all = { device = dev, shape = o.shape, layers = o.layers, dtype = o.dtype,
+      block_size = size, max_seqs = o.seqs, seed = seed, max_blocks = blocks }
+    for key, value in pairs(more) do all[key] = value end
+    return kv.synthetic(all)
+  end
+  local s = open { chunk = PROMPT + size,
     context = o.seqs * (before + #names * (blocks * size - before)) }
   local bases, lanes = {}, {}
   for i = 1, o.seqs do bases[i] = s:sequence(before) end
-  for i, name in ipairs(names) do lanes[i] = open_lane(s, name, bases, o, blocks) end
+  for i, name in ipairs(names) do
+    local policy = open_policy(name, o)
+    lanes[i] = policy.evict and open_evicting(open, name, policy, o, blocks)
+      or open_sharing(s, name, policy, bases, o, blocks)
+  end
   return s, lanes
 end
 
@@ -156,8 +189,8 @@ end
 
 --- Runs a step of a lane. Returns how long the host took for it, and for its longest
 -- layer.
-local function step(s, lane, flush, is_apart)
-  local host_us, longest = 0, 0
+local function step(lane, flush, is_apart)
+  local s, host_us, longest = lane.model, 0, 0
   local function timed(fn, ...)
     flush:run()
     local start = clock_us()
@@ -170,7 +203,7 @@ local function step(s, lane, flush, is_apart)
   local counts = {}
   for i = 1, #lane.seqs do counts[i] = 1 end
   s.attention = lane.attention
-  s.batch:append(lane.seqs, counts)
+  s.batch:append(lane.seqs, counts, nil, nil, nil, lane.attention.evictor ~= nil)
   lane.stages:reset()
   timed(lane.attention.begin, lane.attention, s.batch, false)
   for layer = 0, s.layers - 1 do timed(s.layer_of_step, s, layer) end
@@ -184,11 +217,11 @@ local function add_sample(lane, name, us)
 end
 
 --- One step of a lane as a whole, and one in stages.
-local function measure(s, lane, flush)
-  local host_us = step(s, lane, flush, false)
+local function measure(lane, flush)
+  local host_us = step(lane, flush, false)
   add_sample(lane, "total", lane.stages.us.total)
-  if not s.device:is_cpu() then add_sample(lane, "host", host_us) end
-  step(s, lane, flush, true)
+  if not lane.model.device:is_cpu() then add_sample(lane, "host", host_us) end
+  step(lane, flush, true)
   for _, stage in ipairs(stages.NAMES) do
     if lane.stages.us[stage] then add_sample(lane, stage, lane.stages.us[stage]) end
   end
@@ -198,15 +231,15 @@ local function measure_all(s, lanes, o)
   local flush, host_us = new_flush(s.device, o.flush_mib), 0
   for turn = 1, WARM_UP do
     for _, lane in ipairs(lanes) do
-      step(s, lane, flush, true)
-      local _, longest = step(s, lane, flush, true)
+      step(lane, flush, true)
+      local _, longest = step(lane, flush, true)
       if turn == WARM_UP then host_us = math.max(host_us, longest) end
     end
   end
   flush:cover(host_us)
   for turn = 1, o.steps do
     local way = turn % 2 == 0 and 1 or -1
-    for i = 1, #lanes do measure(s, lanes[(turn + way * i) % #lanes + 1], flush) end
+    for i = 1, #lanes do measure(lanes[(turn + way * i) % #lanes + 1], flush) end
   end
   for _, lane in ipairs(lanes) do
     lane.samples.ratio = {}
@@ -283,7 +316,7 @@ function M.main(policies, given)
   else
     io.write(describe(s, o), text_table.text(as_table(lanes)))
     io.write("- : the policy has no such stage; other: K and V are appended, ",
-      "and what else a policy does\n")
+      "tokens evicted, and what else a policy does\n")
     if not dev:is_cpu() then
       io.write "host: to launch a step, which is not in the total\n"
     end

@@ -131,8 +131,8 @@ describe("scores", function()
           return ctx:new_scores():fill_(steps < first and 0 or score)
         end }
       end
-      local words = "all scores of step %d are NaN or -inf, expected numbers: a block with "
-        .. "such a score is never selected"
+      local words = "all scores of step %d are NaN or -inf, expected numbers: a block "
+        .. "with such a score is never selected"
       for _, score in ipairs { 0 / 0, -math.huge } do
         first = 1
         refused(words:format(2), definition(score))

@@ -66,6 +66,19 @@ return kv.policy.define {
     assert.equal(100, rows[4].settings.context)
   end)
 
+  it("times policies that evict, over tables of their own", function()
+    for _, tables in ipairs { "head", "layer" } do
+      local words = "'quest, tova' --json --set steps=6 --set seqs=2 --set tables="
+      local rows = {}
+      for line in time(words .. tables .. SMALL):gmatch "[^\n]+" do
+        rows[#rows + 1] = json.decode(line)
+      end
+      assert.equal("tova", rows[2].policy)
+      assert.equal("attend other total", stages_of(rows[2]))
+      assert.equal(tables, rows[2].settings.tables)
+    end
+  end)
+
   it("prints them side by side, and what was measured", function()
     local text = time("streaming_blocks,quest --set seqs=2 --set unit=blocks "
       .. "--set budget=4 --set steps=3" .. COLD)
@@ -86,6 +99,9 @@ return kv.policy.define {
       assert.truthy(time(command .. SMALL, status):find(words, 1, true), words)
     end
     says(2, "takes policies, separated by commas: names or files; given none", "")
+    says(1, 'dtype is "int8", expected one of f32, f16, bf16',
+      "quest --set dtype=int8")
+    says(1, 'tables is "one", expected one of layer, head', "quest --set tables=one")
     says(2, "no such policy: qest; did you mean quest?", "quest,qest")
     says(2, "no such file: ./none.lua", "./none.lua")
     says(1, "there are two policies quest", "quest,quest")
