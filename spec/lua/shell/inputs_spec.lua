@@ -173,6 +173,24 @@ more
     assert.equal("6\n", (feed("\27[200~string.rep('x', 5)\n\nlocal x = 5\n"
       .. "return x + 1\27[201~\n")))
   end)
+
+  it("may be a paste that ends with a call, whose values are printed", function()
+    local function paste(text) return feed("\27[200~" .. text .. "\27[201~\n") end
+    assert.equal("2\t3\n", paste "local t = { 2, 3 }\nunpack(t)")
+    assert.equal("4\n", paste "local s = 'x'\ns:rep(\n4):len( -- of it\n)")
+    assert.equal("", paste "local t = { 2, 3 }\nunpack(t);")
+    assert.equal("6\n", paste "local function f(x) return x end\nf(6) -- six")
+    assert.equal("7\nnil\n", paste "print(7)\nprint(nil)")
+    assert.equal("stdin:3: oh\n    error 'oh'\n", paste "x = 1\n\nerror 'oh'")
+  end)
+
+  it("may be a paste with a mistake: nothing of it runs, and the mistake is named",
+    function()
+    assert.equal("stdin:3: unexpected symbol near '='\n",
+      feed "\27[200~y\nprint(y)\nbad = = 2\27[201~\n")
+    assert.equal("stdin:4: unexpected symbol near ')'\n",
+      feed "1;\n\27[200~x = 1\nprint(x)\n)\27[201~\n")
+  end)
 end)
 
 describe("an error #release", function()

@@ -182,36 +182,41 @@ local function compile_lines(lines, name, first)
   return compile(text, "=" .. name, first, true)
 end
 
---- Whether lines are complete inputs, one after another.
+--- Whether lines are complete inputs, one after another; if not, what is wrong with the
+-- first one that is none.
 local function is_list_of_inputs(all, name, first)
   local lines, begins = {}, first
   for i, line in ipairs(all) do
     lines[#lines + 1] = line
     local is_special = #lines == 1 and is_command(line)
-    local chunk, _, is_unfinished
+    local chunk, problem, is_unfinished
     if not is_special then
-      chunk, _, is_unfinished = compile_lines(lines, name, begins)
+      chunk, problem, is_unfinished = compile_lines(lines, name, begins)
     end
-    if not (is_special or chunk or is_unfinished) then return false end
+    if not (is_special or chunk or is_unfinished) then return false, problem end
     local next_one = all[i + 1]
     if is_special or chunk and not (next_one
        and goes_on(lines, next_one, name, begins)) then
-      lines = {}
+      lines, begins = {}, first + i
     end
   end
   return #lines == 0
 end
 
 --- Takes the rest of a paste. If the paste is one chunk, it is one input; otherwise, if
--- it is a list of inputs, it is read input by input.
+-- it is a list of inputs, it is read input by input. Returns what is wrong with a paste
+-- that is neither.
 local function take_paste(self, lines, name, first)
-  if #self.queue == 0 then return end
+  if #self.queue == 0 then return nil end
   local all = { unpack(lines) }
   for _, line in ipairs(self.queue) do all[#all + 1] = line end
   local is_chunk = not is_command(all[1]) and compile_lines(all, name, first) ~= nil
-  if not is_chunk and is_list_of_inputs(all, name, first) then return end
+  local is_list, wrong
+  if not is_chunk then is_list, wrong = is_list_of_inputs(all, name, first) end
+  if is_list then return nil end
   for _, line in ipairs(self.queue) do lines[#lines + 1] = line end
   self.queue = {}
+  return wrong
 end
 
 --- Takes the lines that continue a complete input, and compiles it anew.
@@ -234,7 +239,7 @@ end
 ---@return string|nil text
 function Reader:read(number)
   local lines, first = {}, self.is_terminal and 1 or self.lines_read + 1
-  local name = self:chunk_name(number)
+  local name, wrong = self:chunk_name(number), nil
   local source = self.sources[name] or {}
   self.sources[name] = source
   local function note()
@@ -245,7 +250,7 @@ function Reader:read(number)
     local line = next_line(self, number, #lines == 0)
     if not line and #lines == 0 then return nil end
     lines[#lines + 1] = line
-    if #lines == 1 then take_paste(self, lines, name, first) end
+    if #lines == 1 then wrong = take_paste(self, lines, name, first) end
     local is_special = #lines == 1 and is_command(lines[1])
     local chunk, problem, is_unfinished
     if not is_special then
@@ -261,7 +266,7 @@ function Reader:read(number)
         self.editor:remember(kept)
       end
       if not chunk and not is_special then
-        error(problem, 0)
+        error(wrong or problem, 0)
       end
       return chunk or lines[1], table.concat(lines, "\n")
     end
