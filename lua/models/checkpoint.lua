@@ -18,6 +18,7 @@ local quantization = require "models.quantization"
 local seeds = require "kvlab.seeds"
 local sorted = require "kvlab.sorted"
 local sources = require "kvlab.sources"
+local words = require "kvlab.words"
 
 local M = {}
 
@@ -34,13 +35,14 @@ end
 
 --- Raises for a path with no model. problem: what is wrong, with the path.
 local function refuse_path(path, problem)
-  local hint = ""
+  local names, hint = sorted.keys(downloads.CATALOGUE), ""
+  if not path:find "/" then hint = words.hint(path, names, " Did you mean %s?") end
   for _, name in ipairs(files.real(path) and files.list(path) or {}) do
     if name:find "%.gguf$" then hint = (" %s holds %s."):format(path, name) end
   end
   error(("%s.%s A model is a folder with config.json and its weights, a file that ends "
     .. "with .gguf, or a name that ./kvlab get fetches: %s"):format(problem, hint,
-    table.concat(sorted.keys(downloads.CATALOGUE), ", ")), 0)
+    table.concat(names, ", ")), 0)
 end
 
 --- What open(path) returns. An error begins with the path and names no line of this file.

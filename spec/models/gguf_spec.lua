@@ -222,6 +222,8 @@ describe("what is no model", function()
   it("is refused with what a model is, and how to get one", function()
     refused("nothere/config.json: No such file or directory" .. HOW, "nothere")
     refused("./nothere.gguf: No such file or directory" .. HOW, "./nothere.gguf")
+    refused("smollm3/config.json: No such file or directory. Did you mean smollm2?"
+      .. HOW:sub(2), "smollm3")
     local readme = kv.paths.root .. "/README.md"
     refused(readme .. "/config.json: Not a directory" .. HOW, readme)
     local folder = temporary.folder()

@@ -3,6 +3,7 @@
 --
 --   kinds = kv.experiment.kinds({ count = { "context", "prompts" },
 --     share = { "ratio" } }, { late = options.one_of("wait", "skip") })
+local arguments = require "kvlab.arguments"
 local options = require "kvlab.options"
 local pages = require "kvlab.tensor.pages"
 local sorted = require "kvlab.sorted"
@@ -19,6 +20,8 @@ local GROUPS = {
   format_or_model = options.one_of("model", unpack(pages.NAMES)),
 }
 
+local NAMES = options.list_of(options.string)
+
 --- The kinds of settings.
 ---@param groups table<string, string[]>  the settings of each group: count (1, 2, …),
 --                whole (0, 1, …), share (0 ... 1), positive, not_negative, number, text,
@@ -31,9 +34,8 @@ function M.kinds(groups, own)
   for name, kind in pairs(own or {}) do kinds[name] = kind end
   for group, names in pairs(groups) do
     local kind = GROUPS[group]
-    if not kind then
-      options.refuse("experiment.kinds", group, sorted.keys(GROUPS))
-    end
+    if not kind then options.refuse("experiment.kinds", group, sorted.keys(GROUPS)) end
+    options.argument("experiment.kinds", group, names, NAMES)
     for _, name in ipairs(names) do kinds[name] = kind end
   end
   return kinds
@@ -44,9 +46,15 @@ end
 ---@param name string
 ---@param n integer
 function M.expect_multiple(config, name, n)
+  options.argument("experiment.expect_multiple", name, config[name], options.number)
   if config[name] % n ~= 0 then
     error(("%s is %d, expected a multiple of %d"):format(name, config[name], n), 0)
   end
 end
+
+arguments.functions(M, "experiment", {
+  kinds = { groups = options.table, own = options.optional(options.table) },
+  expect_multiple = { config = options.table, name = options.string, n = options.count },
+})
 
 return M

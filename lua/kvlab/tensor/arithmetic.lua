@@ -118,11 +118,15 @@ end
 
 -- ---- reductions -----------------------------------------------------------------------
 
+local WHOLE = { i32 = true, i64 = true, u8 = true, u64 = true }
+
 for _, name in ipairs { "sum", "mean", "max", "min" } do
   local op = C["KVL_REDUCE_" .. name:upper()]
-  --- Reduces one dim (negative counts from the end), or all elements when dim is nil.
+  --- Reduces one dim (negative counts from the end), or all elements when dim is nil. The
+  -- mean of whole numbers is f32.
   methods[name] = function(t, dim, out)
     argument(name, "dim", dim, DIM)
+    if name == "mean" and WHOLE[t:type()] then t = t:cast "f32" end
     if out ~= nil then expect_tensor(name, "out", out) end
     if dim == nil then t, dim = t:reshape { tonumber(t.count) }, 0 end
     if dim < 0 then dim = dim + t.ndim end

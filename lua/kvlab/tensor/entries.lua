@@ -38,9 +38,12 @@ return function(tensor)
     local names = sorted.keys(methods)
     for _, field in ipairs(FIELDS) do names[#names + 1] = field end
     local other = ELSEWHERE[name]
+    if type(name) ~= "string" then
+      options.fail(("t[%s]: expected a number, a text such as \"0, 1:3\", or the name "
+        .. "of a method or a field"):format(options.shown(name)))
+    end
     options.fail(("a tensor has no method and no field %s%s"):format(
-      type(name) == "string" and name or options.shown(name),
-      other and "; it is written " .. other or hint(name, names)))
+      name, other and "; it is written " .. other or hint(name, names)))
   end
 
   --- Entry i of dim `at`, counted from 0. key: what stood between the brackets.

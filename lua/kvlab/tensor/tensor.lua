@@ -125,6 +125,19 @@ local function fill_shape(shape, level)
   return #shape
 end
 
+--- The number of a dtype. If there is none, the device, which comes before it, may be
+-- what is missing.
+local function number_of(dev, dtype, level)
+  local number = library.dtypes[dtype]
+  if number then return number end
+  if dev ~= nil and type(dev) ~= "string" and not is_device(dev) then
+    options.fail(("device is %s, expected a device, its name or nil"):format(
+      options.shown(dev)), (level or 2) + 1)
+  end
+  number = library.dtype(dtype, (level or 2) + 1)
+  return number
+end
+
 --- Opens a tensor with the dims in shape_buffer. If memory runs out, it collects garbage
 -- and tries once more.
 local function open(dev, dtype, ndim, level)
@@ -158,7 +171,7 @@ M.open_like = open_like
 ---@param shape integer[]  up to 6 sizes
 ---@return kvlab.Tensor
 function M.tensor(dev, dtype, shape)
-  local number = library.dtype(dtype)
+  local number = number_of(dev, dtype)
   return open(dev, number, fill_shape(shape, 2), 2)
 end
 
@@ -189,7 +202,7 @@ end
 ---@return kvlab.Tensor
 function M.full(dev, dtype, shape, value)
   argument("full", "value", value, FLOAT)
-  local number = library.dtype(dtype)
+  local number = number_of(dev, dtype)
   expect_held("full", "value", value, dtype)
   local t = open(dev, number, fill_shape(shape, 2), 2)
   check(C.kvl_fill(t, value))
@@ -248,6 +261,7 @@ local FLOATS = options.one_of("f32", "f16", "bf16", "f8e4m3")
 ---@param last number
 ---@return kvlab.Tensor
 function M.linspace(dev, dtype, n, first, last)
+  number_of(dev, dtype)
   argument("linspace", "dtype", dtype, FLOATS)
   argument("linspace", "n", n, options.any_whole)
   argument("linspace", "first", first, options.number)
@@ -259,7 +273,7 @@ function M.linspace(dev, dtype, n, first, last)
 end
 
 local function random(kind, dev, dtype, shape, a, b, o)
-  local number = library.dtype(dtype, 3)
+  local number = number_of(dev, dtype, 3)
   local t = open(dev, number, fill_shape(shape, 3), 3)
   check(C.kvl_random(t, kind, a, b, o.seed or 0, o.offset or 0), 3)
   return t

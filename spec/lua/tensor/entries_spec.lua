@@ -149,13 +149,35 @@ describe("an unknown name", function()
     local t = matrix()
     for name, words in pairs {
       sofmax = "; did you mean softmax?", shap = "; did you mean shape?", xyzzy = "",
-      foo = "", shpae = "; did you mean shape?", [{}] = "",
+      foo = "", shpae = "; did you mean shape?",
       unsqueeze = "; it is written t:reshape", T = "; it is written t:transpose()",
     } do
       refused(function() return t[name] end,
-        ("a tensor has no method and no field %s%s"):format(
-          type(name) == "table" and "a table" or name, words))
+        ("a tensor has no method and no field %s%s"):format(name, words))
     end
+    refused(function() return t[{ 0, 2 }] end,
+      't[a table]: expected a number, a text such as "0, 1:3", or the name of a method or '
+        .. "a field")
+  end)
+end)
+
+describe("a tensor that is made without a device", function()
+  it("is refused with what came in its place", function()
+    for _, made in ipairs { function() kv.zeros(3) end, function() kv.tensor(3, { 2 }) end,
+      function() kv.randn(3, { 2 }) end, function() kv.linspace(3, 1, 5) end } do
+      refused(made, "device is 3, expected a device, its name or nil")
+    end
+    refused(function() kv.zeros("cpu", { 2 }) end,
+      "dtype is a table, expected one of f32 f16 bf16 f8e4m3 i32 i64 u8 u64")
+  end)
+end)
+
+describe("mean", function()
+  it("of whole numbers is f32", function()
+    local t = kv.from("cpu", "i32", { 2, 2 }, { 1, 2, 3, 5 })
+    assert.same({ "f32", 2.75 }, { t:mean():type(), t:mean():item() })
+    assert.same({ 2, 3.5 }, t:mean(0):list())
+    assert.same({ 1.5, 4 }, t:mean(-1):list())
   end)
 end)
 
