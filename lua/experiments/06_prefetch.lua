@@ -12,7 +12,6 @@
 -- they are fetched as soon as the token budgets of the next n steps will reach the
 -- request. max_pending_prefetch is how many fetches may wait for a worker.
 local kv = require "kvlab"
-local named = require "kvlab.named"
 local options = require "kvlab.options"
 
 local function rows_of(config)
@@ -71,10 +70,7 @@ kv.experiment.run {
   environment = kv.replay.ENVIRONMENT,
   metrics = { "stall_share", "stall_ms", "hit_rate", "ttft_mean_ms", "ttft_p99_ms",
               "in_time" },
-  check = function(config)
-    named.open("priorities", "priority", config.priority, 0)
-  end,
-  run = run,
+  check = kv.replay.check, run = run,
   table = {
     { rows = "prefetch_ahead", columns = "link_gbps", value = "stall_share",
       where = picked { priority = "queue_position" }, format = "%.4f" },

@@ -15,7 +15,6 @@
 -- steps is measured on --device, the trace is replayed with these times, and the rows
 -- contain them.
 local kv = require "kvlab"
-local named = require "kvlab.named"
 local options = require "kvlab.options"
 
 local COLUMNS = { "hit_rate", "hit_blocks", "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms",
@@ -80,10 +79,7 @@ kv.experiment.run {
     "kv_gb", "link_gbps", "slowdown" }, not_negative = { "store_gb", "link_us" }, text = {
     "trace", "model" } }, { late = options.one_of("wait", "skip") }),
   environment = not kv.command_line.set.model and kv.replay.ENVIRONMENT or nil,
-  check = function(config)
-    named.open("priorities", "priority", config.priority, 0)
-  end,
-  run = run,
+  check = kv.replay.check, run = run,
   table = function(rows)
     local t = { header = { "late", "priority", unpack(COLUMNS) }, rows = {} }
     for i, row in ipairs(rows) do

@@ -238,12 +238,17 @@ local function make_plots(plan, rows)
   return drawn
 end
 
---- Writes the pictures into a folder, as SVG and in the other formats of the plan.
--- Returns the names of the files, and why the first missing one could not be drawn.
+--- Writes the pictures into a folder, as SVG and in the other formats of the plan. A
+-- picture of an earlier run in a format that this run does not draw is removed: it would
+-- show other rows. Returns the names of the files, and why the first missing one could
+-- not be drawn.
 local function write_pictures(plan, pictures, folder)
   local names, reason = {}, nil
   for _, picture in ipairs(pictures) do
     reason = reason or picture.reason
+    for format in pairs(plots.FORMATS) do
+      os.remove(("%s/%s.%s"):format(folder, picture.file, format))
+    end
     for _, format in ipairs(picture.svg and plan.formats or {}) do
       local name, content, why = picture.file .. "." .. format, picture.svg, nil
       if format ~= "svg" then content, why = plots.draw(picture.plot, format) end

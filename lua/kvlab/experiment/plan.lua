@@ -225,9 +225,10 @@ end
 
 --- The formats of pictures that --formats asks for; svg comes first and is always there.
 local function formats_of(given)
-  local formats, known = { "svg" }, { svg = true, pdf = true, png = true }
+  local formats = { "svg" }
+  if given and #given == 0 then fail "--formats is empty, expected svg, pdf or png" end
   for _, format in ipairs(given or {}) do
-    if not known[format] then
+    if not plots.FORMATS[format] then
       fail("--formats is %s, expected svg, pdf or png, with commas", format)
     end
     if format ~= "svg" then formats[#formats + 1] = format end

@@ -39,7 +39,7 @@ local options = require "kvlab.options"
 local text_table = require "kvlab.report.table"
 local timeline = require "kvlab.report.timeline"
 
-local M = {}
+local M = { FORMATS = { svg = true, pdf = true, png = true } } -- of pictures
 
 --- The program that draws; specs replace it with another.
 M.gnuplot = "gnuplot"

@@ -32,6 +32,10 @@ function M.cost(engine, config)
   return cost_model(cost)
 end
 
+--- Raises for a configuration of an experiment whose priority a server cannot have.
+---@param config table  with its `priority`
+function M.check(config) serve_options.check_priority(config.priority) end
+
 --- Serves `rows`.
 ---@param rows kvlab.TraceRow[]
 ---@param cost kvlab.CostModel
@@ -69,7 +73,7 @@ end
 arguments.functions(M, "replay", {
   cost = { engine = options.optional(cost_model.ENGINE),
            config = has_numbers("link_gbps", "link_us") },
-  run = { rows = trace.ROWS, cost = cost_model.COST_MODEL,
+  check = { config = options.table }, run = { rows = trace.ROWS, cost = cost_model.COST_MODEL,
           config = has_numbers "slowdown" },
 })
 

@@ -89,9 +89,16 @@ function M.priorities() return named.list "priorities" end
 local function open_priority(given)
   if type(given) ~= "string" then return given end
   local priority, path = named.open("priorities", "priority", given, 4)
+  if not options.callable[2](priority) then
+    options.fail(("%s returns %s, expected a function of a request and a view"):format(path,
+      options.shown(priority)), 5)
+  end
   sources.use(path)
   return priority
 end
+
+--- Raises for a priority that a server cannot have.
+function M.check_priority(given) open_priority(given) end
 
 --- The options of kv.serve, checked: the defaults, replaced by what `given` has. priority
 -- becomes a function.

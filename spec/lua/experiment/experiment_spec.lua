@@ -430,6 +430,10 @@ random           0.80  2.40
       end
       assert.equal(2 + 2 * 3, #answer.paths)
       assert.equal(path "accuracy_by_budget.pdf", answer.paths[4])
+      run { plot = views } -- other rows, perhaps, which the PDF would not show
+      assert.is_nil(io.open(path "accuracy_by_budget.pdf"))
+      assert.error_matches(function() run({}, nil, { formats = {} }) end,
+        "formats is empty, expected svg, pdf or png")
       assert.error_matches(function() run({}, nil, { formats = { "eps" } }) end,
         "formats is eps, expected svg, pdf or png")
     end)

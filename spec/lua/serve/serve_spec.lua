@@ -2,11 +2,13 @@
 -- small trained model every request's tokens and logits are those that it gets alone, for
 -- any chunking, mix, reuse of prefixes, preemption and store. Tolerance of logits: f32
 -- sums in another order, on values up to about 35.
+local files = require "kvlab.files"
 local kv = require "kvlab"
 local llama = require "models.llama"
 local prompts = require "models.recall.prompts"
 local processes = require "spec.processes"
 local support = require "spec.support"
+local temporary = require "spec.temporary"
 
 local raises = support.raises
 local FOLDER = kv.paths.root .. "/lua/models/recall"
@@ -523,6 +525,14 @@ describe("server", function()
     end
     refuses('late is "maybe", expected one of wait, skip', with { late = "maybe" })
     refuses("no priority \"fifi\"; did you mean \"fifo\"", with { priority = "fifi" })
+    local path, given = temporary.folder(), kv.command_line.path
+    files.make_folder(path .. "/priorities")
+    files.write(path .. "/priorities/empty.lua", "")
+    kv.command_line.path = path
+    local ok, why = pcall(refuses, path .. "/priorities/empty.lua returns true, expected a "
+      .. "function of a request and a view", with { priority = "empty" })
+    kv.command_line.path = given
+    assert(ok, why)
     refuses("max_tokens is 3, expected a whole number >= max_seqs = 16",
       with { max_tokens = 3 })
     refuses('hooks: "attention_end" is no option, did you mean attention_begin?',

@@ -156,15 +156,15 @@ describe("an unknown name", function()
         ("a tensor has no method and no field %s%s"):format(name, words))
     end
     refused(function() return t[{ 0, 2 }] end,
-      't[a table]: expected a number, a text such as "0, 1:3", or the name of a method or '
-        .. "a field")
+      't[a table]: expected a number, a text such as "0, 1:3", or the name of a method '
+        .. "or a field")
   end)
 end)
 
 describe("a tensor that is made without a device", function()
   it("is refused with what came in its place", function()
-    for _, made in ipairs { function() kv.zeros(3) end, function() kv.tensor(3, { 2 }) end,
-      function() kv.randn(3, { 2 }) end, function() kv.linspace(3, 1, 5) end } do
+    for _, made in ipairs { function() kv.zeros(3) end,
+      function() kv.tensor(3, { 2 }) end, function() kv.randn(3, { 2 }) end, function() kv.linspace(3, 1, 5) end } do
       refused(made, "device is 3, expected a device, its name or nil")
     end
     refused(function() kv.zeros("cpu", { 2 }) end,
