@@ -73,7 +73,8 @@ end
 arguments.functions(M, "replay", {
   cost = { engine = options.optional(cost_model.ENGINE),
            config = has_numbers("link_gbps", "link_us") },
-  check = { config = options.table }, run = { rows = trace.ROWS, cost = cost_model.COST_MODEL,
+  check = { config = options.table },
+  run = { rows = trace.ROWS, cost = cost_model.COST_MODEL,
           config = has_numbers "slowdown" },
 })
 

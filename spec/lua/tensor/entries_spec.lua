@@ -164,7 +164,8 @@ end)
 describe("a tensor that is made without a device", function()
   it("is refused with what came in its place", function()
     for _, made in ipairs { function() kv.zeros(3) end,
-      function() kv.tensor(3, { 2 }) end, function() kv.randn(3, { 2 }) end, function() kv.linspace(3, 1, 5) end } do
+      function() kv.tensor(3, { 2 }) end, function() kv.randn(3, { 2 }) end,
+      function() kv.linspace(3, 1, 5) end } do
       refused(made, "device is 3, expected a device, its name or nil")
     end
     refused(function() kv.zeros("cpu", { 2 }) end,
