@@ -86,7 +86,7 @@ __device__ __forceinline__ void copy_box4(uint32_t shared, const CUtensorMap *ma
                : "memory");
 }
 
-/* A read that ptxas does not move across waits, and neither what depends on the read. */
+/* Reads x. ptxas moves neither this read nor what depends on it across waits. */
 __device__ __forceinline__ float load_late(const float &shared) {
   float x;
   asm volatile("ld.volatile.shared.f32 %0, [%1];"
@@ -96,8 +96,9 @@ __device__ __forceinline__ float load_late(const float &shared) {
   return x;
 }
 
-/* Writes x if it is negative. ptxas moves neither this write nor what x depends on across
- * waits. A branch would have taken everything out of uniform registers. */
+/* Writes x if it is negative. ptxas moves neither this write nor the computation of x across
+ * waits. The write is predicated because a branch would have kept ptxas from using uniform
+ * registers. */
 __device__ __forceinline__ void store_late_if_negative(const float &shared, float x) {
   asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %1, 0f00000000;\n"
                "@p st.volatile.shared.f32 [%0], %1;\n}" ::"r"(shared_address(&shared)),

@@ -13,9 +13,9 @@
 --   same_share      answers that have exactly the tokens of those without drafts. With
 --                   dense attention in f32 all do
 --
--- A document is a list of made-up facts. copy: it is to be written once more; edit: with
--- another beginning of each line; summarise: in short; story: a text that has nothing to
--- do with it, in which a model can only repeat itself.
+-- A document is a list of made-up facts, which the model is asked to repeat (copy), to
+-- repeat with another beginning of each line (edit), or to shorten (summarise). story asks
+-- for a text that has nothing to do with it, in which a model can only repeat itself.
 --
 --   ./kvlab get smollm2
 --   ./kvlab run lua/experiments/19_drafts.lua --set model=smollm2 [--device=cuda]

@@ -79,8 +79,8 @@ local function after_first(_, ...) return ... end
 -- its length. Only code that runs in a coroutine can yield, so only there does the call
 -- need a coroutine of its own, whose state says whether it returned.
 --
--- Arguments and results are in tables, because a trace ends at coroutine.running, and no
--- trace that begins inside a function with `...` can read `...`.
+-- Arguments and results are in tables, because a JIT trace ends at coroutine.running, and
+-- none that begins inside a function with `...` can read `...`.
 ---@param what string   who calls, for the error
 ---@param fn function
 ---@param n integer

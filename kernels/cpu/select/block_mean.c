@@ -15,8 +15,8 @@
 
 enum { VECS = 8 }; /* vectors of a row taken together */
 
-/* The mean of numbers d, ... of a strip's rows. Prefetches the same of the strip `soon`, which
- * is needed next. */
+/* The mean, over a strip's rows, of the numbers from d on. Prefetches the same part of the
+ * next strip, `soon`. */
 static inline KVL_HOT void mean(const struct kvl_strips *of, const char *k, const char *soon,
                                 int64_t tokens, int d, int lanes, void *out, int out_dtype,
                                 const int vecs, const int codec) {

@@ -90,8 +90,8 @@ __device__ __forceinline__ void finish(const kvl_paged_attention_args &a, const 
 __host__ __device__ inline size_t note_bytes(const kvl_paged_attention_args &a) {
   return (size_t)(a.tokens * a.heads + 15) / 16 * 16;
 }
-/* Does a lane write its part of a row? With an earlier attention, whose memory the result
- * may replace, a row that will be computed again is not written first. */
+/* Whether a lane writes its part of a row now. If the result may overwrite prev_out, a row
+ * that will be computed again must not be written yet. */
 __device__ __forceinline__ bool writes_row(const kvl_paged_attention_args &a, bool mends) {
   return !mends || !a.prev_lse;
 }

@@ -128,8 +128,8 @@ __device__ __forceinline__ float load_scale(uint32_t shared) {
   return __uint_as_float((uint32_t)x << 16);
 }
 
-/* SPECIAL: some keys do not exist, or scales are large. The scale of a number that must become
- * 0 is 0. */
+/* Converts a quarter of a tile. SPECIAL: some keys do not exist, or scales are large. Rows of
+ * keys that do not exist are multiplied by 0. */
 template <class T, class shape, bool SPECIAL>
 __device__ __forceinline__ void convert_quarter(const convert_place<shape> &mine,
                                                 uint4 (&ahead)[2], uint32_t scales,

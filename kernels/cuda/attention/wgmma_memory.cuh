@@ -327,8 +327,8 @@ __device__ void bring_rows(const kvl_paged_attention_args &a, const wgmma_plan &
   constexpr uint32_t NO_ROW = ~0u;
   const int lane = threadIdx.x % WARP, block_size = a.cache.block_size;
   const int r = lane / IN_ATOM, piece = lane % IN_ATOM, mine = share * MINE;
-  /* Where this lane's piece of row r lies in its group; of row r + 4, too, if a copy brings
-   * four rows. */
+  /* places[0]: where this lane's piece of row r lies in its group. If a copy brings four rows,
+   * the lane also brings row r + 4: places[1]. */
   uint32_t places[2];
 #pragma unroll
   for (int i = 0; i < 2; i++)

@@ -558,9 +558,10 @@ template <int EACH, int TEAM, int SAMPLES, class ROW = const float *> struct rad
     }
   }
 
-  /* Where many samples are equal or nearly so: narrows the ranks start ... start + length to
-   * those of a few samples with the target-th, or to one rank and the indices next to that
-   * sample's. Returns the last such key, or the first. */
+  /* A bound of the window where many samples are equal or nearly so. Narrows the ranks
+   * start ... start + length to bins with the target-th sample until the bin has few samples.
+   * The bound is the last key of that bin (is_last), or its first one. If one rank alone has
+   * more samples, the bound is a key of this rank, with an index next to the sample's. */
   __device__ __forceinline__ sort_key among_equals(uint32_t start, uint32_t length,
                                                    uint32_t target, float few, bool is_last) {
     uint32_t count = ~0u;

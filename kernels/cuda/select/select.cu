@@ -45,7 +45,7 @@ namespace kvl {
 namespace {
 
 /* Lists the eligible blocks of sink ... high-1 in ascending order; returns how many. One
- * thread block does it; `scan` gives sums over the threads before each thread, with a
+ * thread block does it; `scan` is an exclusive prefix sum over the threads, and a
  * barrier. */
 template <class SCAN>
 __device__ __forceinline__ int write_eligible(const float *scores, int sink, int high,

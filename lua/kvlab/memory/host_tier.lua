@@ -7,7 +7,7 @@
 -- stream of its own; a decoded token is written there at once. The blocks before the
 -- open ones are complete in host memory, and only they cross the link.
 --
--- Policies with a dataflow of their own find the names of the policy guide:
+-- Policies with a dataflow of their own call these, by the names in docs/policies.md:
 -- load_to_slot_layer, wait_slot_layer, kv_for_slot, record_slot_compute_done,
 -- prefill_buffer_slice, decode_buffer.
 local arguments = require "kvlab.arguments"

@@ -145,8 +145,8 @@ end
 --- A fork continues as its parent does.
 function Kept:inherit(seq, fork) fork.state[self] = seq.state[self] end
 
---- The newest tokens of a sequence are taken back. If the first of their steps made it
--- select early, it will do so again.
+--- The newest tokens of a sequence are taken back. If the first step that is taken back
+-- made it select early, the step that replaces it selects early again.
 function Kept:take_back(seq, tokens)
   local kept, steps = seq.state[self], self.steps
   if not kept then return end

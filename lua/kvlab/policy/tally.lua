@@ -430,8 +430,8 @@ local function update(self, ctx, values, is_add)
   if ctx.new_tokens then self.admitted[ctx.layer] = ctx.step end
 end
 
---- Gives tokens that replaced others the initial number, unless the layer's numbers were
--- stored in this step after the tokens got their places.
+--- Resets the numbers of tokens that replaced others, unless this step has stored numbers
+-- for them already.
 function Tally:admit(ctx)
   layer_of(self, ctx)
   if self.admitted[ctx.layer] == ctx.step then return end

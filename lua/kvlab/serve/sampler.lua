@@ -107,8 +107,8 @@ local function seen_of(r, c)
   return ids
 end
 
---- An option > 0 as f32, because the device computes in f32: limited so that it becomes
--- neither 0 nor inf. The chances are the same.
+--- An option > 0, limited to what f32 can hold, because the device computes in f32: else
+-- it would become 0 or inf. The probabilities stay the same.
 local function in_f32(x) return math.max(SMALLEST, math.min(x, LARGEST)) end
 
 --- Which options any of the choices uses, and a column of numbers for each parameter.

@@ -32,8 +32,10 @@ M.FOLDERS = { policy = "policies", eviction = "evictions", experiment = "experim
 ---@param name string
 ---@param root string   the folder with policies/, evictions/ and experiments/
 function M.main(kind, name, root)
-  if not name:find "^[%a_][%w_]*$" then
-    error(("new: the name is \"%s\", expected letters, digits and _"):format(name), 0)
+  local is_experiment = kind == "experiment"
+  if not name:find(is_experiment and "^[%w_]+$" or "^[%a_][%w_]*$") then
+    error(("new: the name is \"%s\", expected letters, digits and _%s"):format(name,
+      is_experiment and "" or ", and no digit first"), 0)
   end
   local folder = ("%s/%s"):format(root, M.FOLDERS[kind])
   local path = ("%s/%s.lua"):format(folder, name)

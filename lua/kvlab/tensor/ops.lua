@@ -153,9 +153,9 @@ function M.copy_blocks(src, dst, cache)
 end
 
 --- Reads the keys and values of blocks, i32 [n], out of a layer's memory: into k and v,
--- [n, kv_heads, block_size, head_dim] like cache, f32, f16 or bf16. Either may be nil. Of
--- -1 come zeros. They are in the units of the cache: scales of its format by KV head are
--- not applied.
+-- [n, kv_heads, block_size, head_dim] like cache, f32, f16 or bf16. Either may be nil. A
+-- block -1 gives zeros. The numbers are those that are stored: scales of the format by KV
+-- head are not applied.
 function M.read_blocks(cache, blocks, k, v, format)
   expect_tensor("read_blocks", "cache", cache)
   expect_tensor("read_blocks", "blocks", blocks)
