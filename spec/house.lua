@@ -1,5 +1,7 @@
 --- The house as it stands: which file of lua/, runtime/ and kernels/ needs which other,
 -- read from the sources. house_spec.lua holds it to the plan; tools/house.lua draws it.
+local sorted = require "kvlab.sorted"
+
 local M = {}
 
 local function lines_of(command)
@@ -205,6 +207,33 @@ function M.rooms(house, plan)
     end
   end
   return rooms
+end
+
+--- Whether a room needs another one, directly or through others.
+local function reaches(rooms, from, to)
+  if from == to then return true end
+  for other in pairs(rooms[from] and rooms[from].needs or {}) do
+    if reaches(rooms, other, to) then return true end
+  end
+  return false
+end
+
+--- The arrows that say everything about what the rooms need: those that do not follow
+-- from others, sorted.
+---@param rooms table<string, spec.Room>  without a circle
+---@return { [1]: string, [2]: string }[]  from, to
+function M.arrows(rooms)
+  local arrows = {}
+  for _, from in ipairs(sorted.keys(rooms)) do
+    for _, to in ipairs(sorted.keys(rooms[from].needs)) do
+      local follows = false
+      for other in pairs(rooms[from].needs) do
+        follows = follows or other ~= to and reaches(rooms, other, to)
+      end
+      if not follows then arrows[#arrows + 1] = { from, to } end
+    end
+  end
+  return arrows
 end
 
 return M

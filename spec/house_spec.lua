@@ -115,15 +115,21 @@ describe("house", function()
       for from, to in picture:gmatch "<title>([^<]+)&#45;&gt;([^<]+)</title>" do
         drawn[#drawn + 1] = from .. " -> " .. to
       end
-      for name, room in pairs(rooms()) do
-        for other in pairs(room.needs) do
-          needed[#needed + 1] = name .. " -> " .. other
-        end
+      for _, arrow in ipairs(house.arrows(rooms())) do
+        needed[#needed + 1] = table.concat(arrow, " -> ")
       end
       table.sort(drawn)
       table.sort(needed)
       assert.same(needed, drawn, "tools/house.lua draws it anew")
     end)
+  end)
+
+  it("has the arrows that do not follow from others", function()
+    local needs = { a = { b = 1, c = 1, d = 1 }, b = { c = 1 }, c = {}, d = { e = 1 } }
+    local plan = {}
+    for name, needed in pairs(needs) do plan[name] = { needs = needed } end
+    assert.same({ { "a", "b" }, { "a", "d" }, { "b", "c" }, { "d", "e" } },
+      house.arrows(plan))
   end)
 
   it("is told from one with a circle", function()
