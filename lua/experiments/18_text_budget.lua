@@ -205,7 +205,7 @@ local function pictures(rows, settings)
   end
   add(texts, "perplexity", { logy = true, ylabel = "perplexity" })
   add(texts, "log_p", { front = true, ylabel = "log p of a token" })
-  add(texts, "gap", { ylabel = "-log p of a token, more than dense attention" })
+  add(texts, "gap", { ylabel = "extra -log p of a token, against dense attention" })
   add(asked, "score", { panel = "task", front = true, ylabel = "score" })
   return list
 end

@@ -718,7 +718,8 @@ M["kv.plot.heat_map"] = {
   good = function()
     return { rows = 1, columns = 2, panels = { { values = { 1, 2 } } }, title = "t",
              row_names = { "a" }, column_names = { "b", "c" }, low = 0, high = 2,
-             format = "%g", file = "f", xlabel = "x", ylabel = "y", zlabel = "z" }
+             format = "%g", file = "f", xlabel = "x", ylabel = "y", zlabel = "z",
+             ends = { "no", "yes" } }
   end,
   call = function(o) kv.plot.heat_map(o) end,
 }

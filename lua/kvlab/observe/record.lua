@@ -242,7 +242,8 @@ local function make_map(self, row_of, view, words)
     end
   end
   return plot.heat_map { panels = panels, rows = #self.steps, columns = columns, low = 0,
-    high = 1, xlabel = "block", ylabel = "step", zlabel = words.zlabel, file = words.file,
+    high = 1, xlabel = "block", ylabel = "step", zlabel = words.zlabel,
+    ends = words.ends, file = words.file,
     row_names = view.step_names, column_names = view.block_names,
     title = view.title or words.title:format(self.name) }
 end
@@ -255,8 +256,8 @@ end
 --                     blocks, such as their text
 ---@return kvlab.heat_map
 function Record:selection_map(view)
-  return (make_map(self, chosen_row, view, { title = "blocks that %s chose",
-    zlabel = "chosen", file = "selection" })) -- no tail call, since errors count frames
+  return (make_map(self, chosen_row, view, { title = "Blocks that %s chose",
+    zlabel = "chosen", ends = { "no", "yes" }, file = "selection" })) -- no tail call, since errors count frames
 end
 
 --- A map of how each step scored the blocks, in the same panels: 1 is the best of all
@@ -265,8 +266,8 @@ end
 ---@param view? table  as for selection_map
 ---@return kvlab.heat_map
 function Record:score_map(view)
-  return (make_map(self, rank_row, view, { title = "how %s scored the blocks",
-    zlabel = "rank", file = "scores" }))
+  return (make_map(self, rank_row, view, { title = "How %s scored the blocks",
+    zlabel = "rank; 1 is the best", file = "scores" }))
 end
 
 local PLACE = { i = options.integer, layer = options.integer, head = options.integer }

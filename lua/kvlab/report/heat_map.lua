@@ -23,6 +23,7 @@ local M = {}
 ---@field xlabel? string
 ---@field ylabel? string
 ---@field zlabel? string    what the colours show
+---@field ends? string[]    words for the two ends of the colours: the values are only these
 ---@field row_names? string[]     default: the rows' numbers, from 0
 ---@field column_names? string[]
 ---@field low? number       where the colours begin; default: at the least value
@@ -34,6 +35,7 @@ local ROWS_MAX, MARGIN = 40, 10
 local RAMP = " .:-=+*#%@" -- for a terminal without colours
 -- Twelve steps of viridis in the 256 colours of a terminal, dark to light.
 local SHADES = { 53, 54, 60, 61, 67, 31, 37, 36, 35, 77, 149, 227 }
+local TWO = "set palette defined (0 '#440154', 1 '#440154', 1 '#fde725', 2 '#fde725')"
 local VIRIDIS = "set palette defined (0 '#440154', 1 '#3b528b', 2 '#21918c', 3 '#5ec962',"
   .. " 4 '#fde725')"
 
@@ -277,8 +279,9 @@ local function place_bar(l)
     l.panel.height / l.height)
 end
 
---- Adds the axes and the colours. Both axes go from 0 to 1.
-local function add_axes(out, p, l, low, high)
+--- Adds the axes and the colours. Both axes go from 0 to 1. is_mean: cells are means of
+-- several values.
+local function add_axes(out, p, l, low, high, is_mean)
   if low >= high then -- no numbers, or all are equal: a range around them
     local middle = low == high and low or 0
     low, high = middle - 0.5, middle + 0.5
@@ -290,8 +293,14 @@ local function add_axes(out, p, l, low, high)
     low, high)
   out[#out + 1] = "set xtics " .. axis_tics(p.column_names, p.columns, l.panel.width)
   out[#out + 1] = "set ytics " .. axis_tics(p.row_names, p.rows, l.panel.height, true)
-  out[#out + 1] = "set cbtics " .. gnuplot.write_tics(tics.round(low, high))
-    .. " scale 0.4"
+  if p.ends and not is_mean then
+    local step = (high - low) / 4
+    out[#out + 1] = ("%s\nset cbtics (%s %.9g, %s %.9g) scale 0"):format(TWO,
+      quote(p.ends[1]), low + step, quote(p.ends[2]), high - step)
+  else
+    out[#out + 1] = "set cbtics " .. gnuplot.write_tics(tics.round(low, high))
+      .. " scale 0.4"
+  end
   out[#out + 1] = ("set cblabel %s offset 1,0\n%s"):format(quote(p.zlabel or ""),
     place_bar(l))
 end
@@ -320,7 +329,7 @@ function M.script(p, format)
   local low, high, l = cells.low, cells.high, make_layout(p, cells.rows, cells.columns)
   local out = gnuplot.begin(format or "svg", l.width, l.height,
     (p.title or "") .. mean_of(cells))
-  add_axes(out, p, l, low, high)
+  add_axes(out, p, l, low, high, cells.down * cells.across > 1)
   local has_room = p.format and l.panel.width / cells.columns >= 34
     and l.panel.height / cells.rows >= 15
   for i, panel in ipairs(p.panels) do

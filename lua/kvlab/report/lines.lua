@@ -188,18 +188,23 @@ local function add_panel(out, p, index, axis, series, has_titles)
     local has_level = multiples.is_level(p, panel, points)
     if points and (not panel.focus or name == panel.focus or has_level
       or p.style[name] == "limit") then
+      local title = has_titles and "title " .. quote(name) or "notitle"
+      local is_point = not (has_level and points[1].has_no_x)
       if has_level then
         local y = points[1][2]
         add_block(out, block .. "_level", { { axis.from, y }, { axis.to, y } })
-        items[#items + 1] = ("$%s_level with lines ls %d dt 2 notitle"):format(block, i)
+        items[#items + 1] = ("$%s_level with lines ls %d dt 2 %s"):format(block, i,
+          is_point and "notitle" or title)
       end
-      if add_intervals(out, p, block .. "_interval", points) then
+      if is_point and add_intervals(out, p, block .. "_interval", points) then
         items[#items + 1] = ("$%s_interval with yerrorbars ls %d pt 0 dt 1 lw 1 notitle")
           :format(block, i)
       end
-      add_block(out, block, points)
-      items[#items + 1] = ("$%s with %s ls %d %s"):format(block, find_form(p, name), i,
-        has_titles and "title " .. quote(name) or "notitle")
+      if is_point then
+        add_block(out, block, points)
+        items[#items + 1] = ("$%s with %s ls %d %s"):format(block, find_form(p, name), i,
+          title)
+      end
       if add_marked(out, block .. "_marked", points) then
         items[#items + 1] = ("$%s_marked %s notitle"):format(block, CIRCLE)
       end
@@ -260,10 +265,11 @@ local function legend_items(p)
     add(("with lines lw 1 lc rgb \"%s\""):format(OTHERS), "the others")
   end
   for i, name in ipairs(p.names) do
-    local has_level = multiples.is_level(p, p.panels[1], p.panels[1].series[name])
+    local points = p.panels[1].series[name]
+    local has_level = multiples.is_level(p, p.panels[1], points)
     if not p.is_small or has_level or p.style[name] == "limit" then
-      add(("with %s ls %d%s"):format(find_form(p, name), i, has_level and " dt 2" or ""),
-        name)
+      local form = has_level and points[1].has_no_x and "lines" or find_form(p, name)
+      add(("with %s ls %d%s"):format(form, i, has_level and " dt 2" or ""), name)
     end
   end
   for _, note in ipairs(p.notes or {}) do add(CIRCLE, note) end

@@ -172,14 +172,16 @@ function M.lines(rows, opts)
   local has_note = {}
   local function add(panel, row)
     local series = opts.series and tostring(row.config[opts.series]) or p.names[1]
-    -- a row without an x holds for every x: it is one point, drawn as a level line
-    local x = position[row.config[opts.x]] or p.xtics[1] and p.xtics[1][1]
-    if x_is_metric then x = row.metrics[opts.x] end
+    -- a row without an x holds for every x: it is drawn as a level line, without a point
+    local own = position[row.config[opts.x]]
+    local x = own or p.xtics[1] and p.xtics[1][1]
+    if x_is_metric then x, own = row.metrics[opts.x], true end
     local y, note = row.metrics[opts.y], text_table.note_of(row)
     if is_finite(x) and is_finite(y) then
       local low, high = text_table.interval_of(row, opts.y)
       panel.series[series] = panel.series[series] or {}
-      table.insert(panel.series[series], { x, y, low, high, note = note })
+      table.insert(panel.series[series], { x, y, low, high, note = note,
+                                           has_no_x = not own or nil })
       if note and not has_note[note] then
         p.notes[#p.notes + 1], has_note[note] = note, true
       end
@@ -205,13 +207,14 @@ local HEAT_MAP = {
   title = options.string, file = options.string, xlabel = options.string,
   ylabel = options.string, zlabel = options.string, row_names = options.table,
   column_names = options.table, low = options.number, high = options.number,
+  ends = options.list_of(options.string, 2),
   format = options.string,
 }
 
 --- Makes a heat map of matrices: one matrix in each panel, with row 0 at the top. It
 -- checks p, sets p.kind and returns p.
 ---@param p table  a kvlab.heat_map without its kind: rows, columns, panels; title, file,
---                 xlabel, ylabel, zlabel, row_names, column_names, low, high, format
+--                 xlabel, ylabel, zlabel, ends, row_names, column_names, low, high, format
 ---@return kvlab.heat_map
 function M.heat_map(p)
   options.check("plot.heat_map", p, HEAT_MAP)

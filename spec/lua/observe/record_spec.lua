@@ -159,7 +159,7 @@ describe("record", function()
     values[4] = "none"
     assert.same({ 1, 0, 1, "none", 1, 1, 1, 1 }, values)
     assert.equal("layer 0, KV head 0", map.panels[1].title)
-    assert.equal("blocks that spec chose", map.title)
+    assert.equal("Blocks that spec chose", map.title)
   end)
 
   it("maps ranks of scores, equal ones in the middle", function()

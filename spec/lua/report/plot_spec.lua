@@ -213,6 +213,17 @@ describe("plot", function()
     assert.falsy(script:find("$panel1_1_level", 1, true))
   end)
 
+  it("draws no point where a series has no x", function()
+    local rows = make_rows { "quest" }
+    for _, row in ipairs(rows) do
+      if row.config.policy == "full" then row.config.budget = nil end
+    end
+    local script = lines.script(plot.lines(rows, VIEW))
+    assert.truthy(script:find("$panel1_2_level with lines ls 2 dt 2", 1, true))
+    assert.falsy(script:find("$panel1_2 with", 1, true))
+    assert.truthy(script:find("$panel1_1 with linespoints", 1, true))
+  end)
+
   it("writes powers of two along a logarithmic axis as sizes", function()
     local rows = {}
     for i, bytes in ipairs { 16, 64, 256, 1024, 4096, 2^20, 2^31 } do
