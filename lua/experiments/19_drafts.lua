@@ -14,8 +14,9 @@
 --                   dense attention in f32 all do
 --
 -- A document is a list of made-up facts, which the model is asked to repeat (copy), to
--- repeat with another beginning of each line (edit), or to shorten (summarise). story asks
--- for a text that has nothing to do with it, in which a model can only repeat itself.
+-- repeat with another beginning of each line (edit), or to shorten (summarise). story
+-- asks for a text that has nothing to do with it, in which a model can only repeat
+-- itself.
 --
 --   ./kvlab get smollm2
 --   ./kvlab run lua/experiments/19_drafts.lua --set model=smollm2 [--device=cuda]

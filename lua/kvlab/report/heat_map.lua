@@ -23,7 +23,8 @@ local M = {}
 ---@field xlabel? string
 ---@field ylabel? string
 ---@field zlabel? string    what the colours show
----@field ends? string[]    words for the two ends of the colours: the values are only these
+---@field ends? string[]    words for the least and the greatest value, where there are no
+--                           others: "no", "yes"
 ---@field row_names? string[]     default: the rows' numbers, from 0
 ---@field column_names? string[]
 ---@field low? number       where the colours begin; default: at the least value

@@ -214,7 +214,8 @@ local HEAT_MAP = {
 --- Makes a heat map of matrices: one matrix in each panel, with row 0 at the top. It
 -- checks p, sets p.kind and returns p.
 ---@param p table  a kvlab.heat_map without its kind: rows, columns, panels; title, file,
---                 xlabel, ylabel, zlabel, ends, row_names, column_names, low, high, format
+--                 xlabel, ylabel, zlabel, ends, row_names, column_names, low, high,
+--                 format
 ---@return kvlab.heat_map
 function M.heat_map(p)
   options.check("plot.heat_map", p, HEAT_MAP)

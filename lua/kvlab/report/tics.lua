@@ -59,7 +59,11 @@ local function powers(low, high)
   for power = math.floor(math.log10(low)), math.ceil(math.log10(high)) do
     for _, factor in ipairs(factors) do
       local x = factor * 10 ^ power
-      if x >= low and x <= high then list[#list + 1] = { x, short_number(x, x, x) } end
+      -- 1k beside 10k, and 1000 where no tic has a unit
+      local largest = high >= 1e4 and x >= 1e3 and math.max(x, 1e4) or x
+      if x >= low and x <= high then
+        list[#list + 1] = { x, short_number(x, x, largest) }
+      end
     end
   end
   return list
