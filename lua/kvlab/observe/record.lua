@@ -256,9 +256,9 @@ end
 --                     blocks, such as their text
 ---@return kvlab.heat_map
 function Record:selection_map(view)
+  -- no tail call, since errors count frames
   return (make_map(self, chosen_row, view, { title = "Blocks that %s chose",
     zlabel = "chosen", ends = { "no", "yes" }, file = "selection" }))
-  -- no tail call, since errors count frames
 end
 
 --- A map of how each step scored the blocks, in the same panels: 1 is the best of all
