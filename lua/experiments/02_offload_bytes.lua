@@ -85,6 +85,9 @@ kv.experiment.run {
   kinds = kv.experiment.kinds({ count = { "context", "block_size", "slots" }, share = {
     "ratio" } }, { shape = kv.synthetic.SHAPE }),
   quick = { context = { 1024, 2048, 4096 } },
+  metrics = { "prefill_loaded", "prefill_loaded_formula", "prefill_offloaded",
+              "prefill_offloaded_formula", "decode_loaded", "decode_loaded_formula",
+              "decode_offloaded", "decode_offloaded_formula", "exact" },
   check = function(config)
     policies_of(config)
     kv.experiment.expect_multiple(config, "context", config.block_size)

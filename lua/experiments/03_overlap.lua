@@ -93,6 +93,8 @@ kv.experiment.run {
   kinds = kv.experiment.kinds({ count = { "block_size", "slots", "layers", "context",
     "chunk", "drawn_block_size" } }, { shape = kv.synthetic.SHAPE }),
   quick = { block_size = { 256, 1024 }, slots = { 1, 4 } },
+  metrics = { "us", "load_us", "compute_us", "hidden", "idle_us", "bytes", "gb_s",
+              "over_bound" },
   check = function(config)
     kv.experiment.expect_multiple(config, "context", config.block_size)
   end,

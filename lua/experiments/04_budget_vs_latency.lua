@@ -76,6 +76,7 @@ kv.experiment.run {
     whole = { "budget", "warm_up" }, share = { "drift" }, positive = { "hot_ratio" } }, {
     shape = kv.synthetic.SHAPE, memory = options.one_of("resident", "ring", "hot") }),
   quick = { context = { 4096, 8192 }, budget = { 512, 1024, 0 } },
+  metrics = { "us_layer", "bytes_layer", "hit_rate" },
   check = function(config)
     kv.eviction(config.evict)
     if config.warm_up >= config.steps then

@@ -78,6 +78,10 @@ kv.experiment.run {
     "max_pending_prefetch" }, whole = { "limit", "prefetch_ahead" }, positive = { "rate",
     "kv_gb", "link_gbps", "slowdown" }, not_negative = { "store_gb", "link_us" }, text = {
     "trace", "model" } }, { late = options.one_of("wait", "skip") }),
+  metrics = { "requests", "hit_rate", "hit_blocks", "device_hits", "store_hits",
+              "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "tpot_ms", "in_time",
+              "stall_ms", "stall_share", "steps", "busy_s", "loaded_gb", "preemptions",
+              "us_decode_base", "us_token", "us_kv_block" },
   environment = not kv.command_line.set.model and kv.replay.ENVIRONMENT or nil,
   check = kv.replay.check, run = run,
   table = function(rows)

@@ -13,6 +13,7 @@ local files = require "kvlab.files"
 local gguf = require "models.gguf"
 local json = require "kvlab.json"
 local kv = require "kvlab"
+local library = require "kvlab.library"
 local options = require "kvlab.options"
 local quantization = require "models.quantization"
 local seeds = require "kvlab.seeds"
@@ -41,8 +42,8 @@ local function refuse_path(path, problem)
     if name:find "%.gguf$" then hint = (" %s holds %s."):format(path, name) end
   end
   error(("%s.%s A model is a folder with config.json and its weights, a file that ends "
-    .. "with .gguf, or a name that ./kvlab get fetches: %s"):format(problem, hint,
-    table.concat(names, ", ")), 0)
+    .. "with .gguf, or a name that %s get fetches: %s"):format(problem, hint,
+    library.program, table.concat(names, ", ")), 0)
 end
 
 --- What open(path) returns. An error begins with the path and names no line of this file.
@@ -173,7 +174,7 @@ end
 function M.find(name)
   if not downloads.CATALOGUE[name] or files.real(name) then return name end
   return downloads.find(name) or error(("%s is not on this machine; this fetches it: "
-    .. "./kvlab get %s"):format(name, name), 0)
+    .. "%s get %s"):format(name, library.program, name), 0)
 end
 
 ---@class models.Checkpoint

@@ -9,6 +9,7 @@
 local cache_folder = require "kvlab.cache_folder"
 local downloads = require "kvlab.downloads"
 local files = require "kvlab.files"
+local library = require "kvlab.library"
 local sorted = require "kvlab.sorted"
 
 local M = {}
@@ -20,8 +21,8 @@ function M.list()
   for _, name in ipairs(sorted.keys(downloads.CATALOGUE)) do
     local model = downloads.CATALOGUE[name]
     io.write(("%-10s %4.0f MB  %s\n           %s\n"):format(name, model.bytes / 1e6,
-      model.words, downloads.find(name) or "not here; this fetches it: ./kvlab get "
-        .. name))
+      model.words, downloads.find(name) or ("not here; this fetches it: %s get %s")
+        :format(library.program, name)))
   end
   return 0
 end

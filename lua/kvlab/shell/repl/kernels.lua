@@ -5,6 +5,7 @@ local expression = require "kvlab.kernel.expression.expression"
 local inspect = require "kvlab.shell.repl.inspect"
 local kernel = require "kvlab.kernel.run.kernel"
 local kernel_hook = require "kvlab.kernel.run.hook"
+local library = require "kvlab.library"
 local map = require "kvlab.kernel.run.map"
 local policy = require "kvlab.policy.policy"
 local show = require "kvlab.kernel.run.show"
@@ -204,8 +205,8 @@ function M.time(value)
   expect_kernels(":time", value)
   local rows = tensor.scope(rows_of, value, dev)
   if #rows == 0 then
-    error(("policy %s has kernels inside of attention alone: ./kvlab bench K3 measures "
-      .. "such ones"):format(value.name), 0)
+    error(("policy %s has kernels inside of attention alone: %s bench K3 measures such "
+      .. "ones"):format(value.name, library.program), 0)
   end
   return { "kernel", "median", "best", "bytes", "a read of as many" }, rows,
     ("one sequence of %d tokens on %s: %s, %d KV heads, group %d, head_dim %d, blocks of "
