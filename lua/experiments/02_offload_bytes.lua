@@ -82,8 +82,11 @@ kv.experiment.run {
   defaults = { shape = kv.synthetic.default_shape(dev),
                block_size = is_cpu and 256 or 1024,
                ratio = 0.25, slots = 4 },
-  kinds = kv.experiment.kinds({ count = { "context", "block_size", "slots" }, share = {
-    "ratio" } }, { shape = kv.synthetic.SHAPE }),
+  kinds = kv.experiment.kinds({
+    count = { "context", "block_size", "slots" }, share = { "ratio" },
+  }, {
+    shape = kv.synthetic.SHAPE,
+  }),
   quick = { context = { 1024, 2048, 4096 } },
   metrics = { "prefill_loaded", "prefill_loaded_formula", "prefill_offloaded",
               "prefill_offloaded_formula", "decode_loaded", "decode_loaded_formula",

@@ -90,8 +90,11 @@ kv.experiment.run {
   defaults = { shape = kv.synthetic.default_shape(dev), layers = is_cpu and 2 or 4,
                context = is_cpu and 8192 or 32768, chunk = is_cpu and 256 or 4096,
                drawn_block_size = is_cpu and 1024 or 4096 },
-  kinds = kv.experiment.kinds({ count = { "block_size", "slots", "layers", "context",
-    "chunk", "drawn_block_size" } }, { shape = kv.synthetic.SHAPE }),
+  kinds = kv.experiment.kinds({
+    count = { "block_size", "slots", "layers", "context", "chunk", "drawn_block_size" },
+  }, {
+    shape = kv.synthetic.SHAPE,
+  }),
   quick = { block_size = { 256, 1024 }, slots = { 1, 4 } },
   metrics = { "us", "load_us", "compute_us", "hidden", "idle_us", "bytes", "gb_s",
               "over_bound" },

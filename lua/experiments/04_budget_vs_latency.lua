@@ -72,9 +72,13 @@ kv.experiment.run {
   defaults = { shape = kv.synthetic.default_shape(dev), layers = is_cpu and 2 or 4,
                block_size = 16, steps = 24, warm_up = 8, drift = 0.1, hot_ratio = 2,
                evict = "lru" },
-  kinds = kv.experiment.kinds({ count = { "context", "layers", "block_size", "steps" },
-    whole = { "budget", "warm_up" }, share = { "drift" }, positive = { "hot_ratio" } }, {
-    shape = kv.synthetic.SHAPE, memory = options.one_of("resident", "ring", "hot") }),
+  kinds = kv.experiment.kinds({
+    count = { "context", "layers", "block_size", "steps" },
+    whole = { "budget", "warm_up" }, not_negative = { "drift" },
+    positive = { "hot_ratio" },
+  }, {
+    shape = kv.synthetic.SHAPE, memory = options.one_of("resident", "ring", "hot"),
+  }),
   quick = { context = { 4096, 8192 }, budget = { 512, 1024, 0 } },
   metrics = { "us_layer", "bytes_layer", "hit_rate" },
   check = function(config)

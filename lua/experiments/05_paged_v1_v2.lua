@@ -132,8 +132,11 @@ kv.experiment.run {
   },
   defaults = { shape = kv.synthetic.default_shape(dev), block_size = 16,
                timings = is_cpu and 15 or 30 },
-  kinds = kv.experiment.kinds({ count = { "seqs", "context", "block_size", "timings" }
-    }, { shape = kv.synthetic.SHAPE, kernel = options.one_of(unpack(KERNELS)) }),
+  kinds = kv.experiment.kinds({
+    count = { "seqs", "context", "block_size", "timings" },
+  }, {
+    shape = kv.synthetic.SHAPE, kernel = options.one_of(unpack(KERNELS)),
+  }),
   quick = { seqs = { 1, 4 }, context = { 512, 2048 }, timings = 5 },
   when = function(config) return config.seqs * config.context <= TOKENS_MOST end,
   setup = function(s)

@@ -60,10 +60,14 @@ kv.experiment.run {
   defaults = { requests = 800, requests_s = 10, think_s = 30, input_tokens = 3000,
                blocks = 850, link_us = 100, max_seqs = 12, max_tokens = 4096,
                prefetch_workers = 4, slowdown = 5 },
-  kinds = kv.experiment.kinds({ count = { "max_pending_prefetch", "requests",
-    "input_tokens", "blocks", "max_seqs", "max_tokens", "prefetch_workers" }, whole = {
-    "prefetch_ahead" }, positive = { "link_gbps", "requests_s", "slowdown" }, not_negative
-    = { "think_s", "link_us" } }, { late = options.one_of("wait", "skip") }),
+  kinds = kv.experiment.kinds({
+    count = { "max_pending_prefetch", "requests", "input_tokens", "blocks", "max_seqs",
+      "max_tokens", "prefetch_workers" },
+    whole = { "prefetch_ahead" }, positive = { "link_gbps", "requests_s", "slowdown" },
+    not_negative = { "think_s", "link_us" },
+  }, {
+    late = options.one_of("wait", "skip"),
+  }),
   quick = { link_gbps = { 4, 2 }, max_pending_prefetch = { 64 },
             prefetch_ahead = { 0, 2, 16 },
             priority = { "queue_position", "shortest_transfer" } },

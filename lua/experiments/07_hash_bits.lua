@@ -112,10 +112,13 @@ kv.experiment.run {
   },
   defaults = { context = 4096, prompts = 16, needles = 32, block_size = 16,
                question = "decode" },
-  kinds = kv.experiment.kinds({ count = { "context", "prompts", "needles", "block_size"
-    }, share = { "budget" } }, { hash_of = options.one_of("block", "token",
-    unpack(sorted.keys(OTHERS))), planes = options.one_of("orthogonal", "gaussian"), bits
-    = options.within(1, 1024), question = exam.OPTIONS.question }),
+  kinds = kv.experiment.kinds({
+    count = { "context", "prompts", "needles", "block_size" }, share = { "budget" },
+  }, {
+    hash_of = options.one_of("block", "token", unpack(sorted.keys(OTHERS))),
+    planes = options.one_of("orthogonal", "gaussian"), bits = options.within(1, 1024),
+    question = exam.OPTIONS.question,
+  }),
   quick = { context = 1024, prompts = 1, bits = { 32, 64, 256 }, budget = { 0.05, 0.3 } },
   when = function(config) -- policies without hashes have neither bits nor planes
     return not OTHERS[config.hash_of]

@@ -142,8 +142,11 @@ kv.experiment.run {
     { "context", { 8192, 32768, 131072 } },
   },
   defaults = { bits = 128 },
-  kinds = kv.experiment.kinds({ count = { "seqs", "context", "bits" } }, { where =
-    options.one_of(unpack(PLACES)), by = options.one_of(unpack(WAYS)) }),
+  kinds = kv.experiment.kinds({
+    count = { "seqs", "context", "bits" },
+  }, {
+    where = options.one_of(unpack(PLACES)), by = options.one_of(unpack(WAYS)),
+  }),
   quick = { context = { 8192, 32768 }, seqs = { 1 } },
   when = function(config) -- 16 x 131072 tokens are 2 GB of token hashes
     return config.seqs == 1 or config.context < 131072

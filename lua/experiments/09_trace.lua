@@ -74,10 +74,14 @@ kv.experiment.run {
                store_gb = 0, link_gbps = 5, link_us = 100, max_seqs = 64,
                max_tokens = 8192, prefetch_ahead = 2, prefetch_workers = 4,
                max_pending_prefetch = 64, slowdown = 5 },
-  kinds = kv.experiment.kinds({ count = { "max_seqs", "max_tokens", "prefetch_workers",
-    "max_pending_prefetch" }, whole = { "limit", "prefetch_ahead" }, positive = { "rate",
-    "kv_gb", "link_gbps", "slowdown" }, not_negative = { "store_gb", "link_us" }, text = {
-    "trace", "model" } }, { late = options.one_of("wait", "skip") }),
+  kinds = kv.experiment.kinds({
+    count = { "max_seqs", "max_tokens", "prefetch_workers", "max_pending_prefetch" },
+    whole = { "limit", "prefetch_ahead" },
+    positive = { "rate", "kv_gb", "link_gbps", "slowdown" },
+    not_negative = { "store_gb", "link_us" }, text = { "trace", "model" },
+  }, {
+    late = options.one_of("wait", "skip"),
+  }),
   metrics = { "requests", "hit_rate", "hit_blocks", "device_hits", "store_hits",
               "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "tpot_ms", "in_time",
               "stall_ms", "stall_share", "steps", "busy_s", "loaded_gb", "preemptions",

@@ -110,8 +110,11 @@ kv.experiment.run {
   },
   defaults = { topk = is_cpu and 512 or 2048, heads = is_cpu and 4 or 64,
                dim = is_cpu and 32 or 128, cap = is_cpu and 2 ^ 20 or 2 ^ 26 },
-  kinds = kv.experiment.kinds({ count = { "keys", "queries", "topk", "heads", "cap" } },
-    { way = options.one_of(unpack(WAYS)), dim = options.one_of(32, 64, 128) }),
+  kinds = kv.experiment.kinds({
+    count = { "keys", "queries", "topk", "heads", "cap" },
+  }, {
+    way = options.one_of(unpack(WAYS)), dim = options.one_of(32, 64, 128),
+  }),
   quick = { keys = { 4096 }, queries = { 1, 16 } },
   metrics = { "bytes_logits", "bytes_peak", "us", "rows", "columns", "ns_logit" },
   check = function(config)

@@ -143,11 +143,14 @@ kv.experiment.run {
   },
   defaults = { context = 4096, prompts = 8, needles = 32, block_size = 16, sink = 1,
                recent = 2 },
-  kinds = kv.experiment.kinds({ count = { "context", "prompts", "needles", "block_size",
-    "index_layers" }, whole = { "sink", "recent" }, share = { "budget" } }, { index =
-    options.one_of("key", "random"), granularity = options.one_of("token", "block"),
-    rotate = options.one_of("no", "yes"), bits = options.one_of(2, 4, 8), index_dim =
-    options.one_of(32, 64, 128) }),
+  kinds = kv.experiment.kinds({
+    count = { "context", "prompts", "needles", "block_size", "index_layers" },
+    whole = { "sink", "recent" }, share = { "budget" },
+  }, {
+    index = options.one_of("key", "random"),
+    granularity = options.one_of("token", "block"), rotate = options.one_of("no", "yes"),
+    bits = options.one_of(2, 4, 8), index_dim = options.one_of(32, 64, 128),
+  }),
   quick = { context = 1024, prompts = 1, index_dim = { 64, 128 }, bits = { 8, 2 },
             index_layers = { 1, 2 }, budget = { 0.05, 0.3 } },
   when = function(config) -- the model's keys have 128 dims

@@ -55,8 +55,9 @@ kv.experiment.run {
       when = function(config) return config.policy ~= "full" end },
   },
   defaults = { capture = "sample", decode = 32, block_size = 16 },
-  kinds = kv.experiment.kinds { count = { "decode", "block_size" }, share = { "budget"
-    }, text = { "capture" } },
+  kinds = kv.experiment.kinds {
+    count = { "decode", "block_size" }, share = { "budget" }, text = { "capture" },
+  },
   quick = { decode = 4 },
   metrics = { "output_error", "attention_mass", "model_error", "blocks_read",
               "bytes_read", "bytes_share", "held_share", "moved_share" },

@@ -135,10 +135,13 @@ kv.experiment.run {
                value_dim = 0,
                topk = SMALL and 512 or 2048, index_heads = SMALL and 8 or 64,
                index_dim = 128, logits_mb = SMALL and 64 or 1024 },
-  kinds = kv.experiment.kinds({ count = { "context", "batch", "chunk", "heads",
-    "kv_heads", "head_dim", "topk", "index_heads", "logits_mb" }, whole = { "value_dim" }
-    }, { phase = options.one_of("decode", "prefill"), index_dim = options.one_of(32, 64,
-    128) }),
+  kinds = kv.experiment.kinds({
+    count = { "context", "batch", "chunk", "heads", "kv_heads", "head_dim", "topk",
+      "index_heads", "logits_mb" },
+    whole = { "value_dim" },
+  }, {
+    phase = options.one_of("decode", "prefill"), index_dim = options.one_of(32, 64, 128),
+  }),
   quick = { context = SMALL and { 1024, 2048 } or { 4096, 16384 } },
   metrics = { "dense_us", "index_us", "attend_us", "whole_us", "speedup" },
   check = function(config)

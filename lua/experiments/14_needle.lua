@@ -64,8 +64,11 @@ kv.experiment.run {
     { "depth", depths },
   },
   defaults = { prompts = 8, budget = 0.1, block_size = 16 },
-  kinds = kv.experiment.kinds({ count = { "context", "prompts", "block_size" }, share =
-    { "budget" } }, { depth = options.one_of(unpack(depths)) }),
+  kinds = kv.experiment.kinds({
+    count = { "context", "prompts", "block_size" }, share = { "budget" },
+  }, {
+    depth = options.one_of(unpack(depths)),
+  }),
   quick = { context = { 512, 1024 }, prompts = 2, depth = { 6.25, 31.25, 56.25, 93.75 } },
   metrics = { "accuracy", "questions", "bytes_share", "held_share", "moved_share",
               "bytes_peak", "bytes_evicted", "bytes_moved" },

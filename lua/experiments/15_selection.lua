@@ -82,8 +82,11 @@ kv.experiment.run {
   },
   defaults = { context = 2048, needles = 32, questions = 8, budget = 0.1,
                block_size = 16, layer = 2, scored = "quest" },
-  kinds = kv.experiment.kinds({ count = { "context", "needles", "questions",
-    "block_size" }, share = { "budget" } }, { layer = options.within(0, LAYERS - 1) }),
+  kinds = kv.experiment.kinds({
+    count = { "context", "needles", "questions", "block_size" }, share = { "budget" },
+  }, {
+    layer = options.within(0, LAYERS - 1),
+  }),
   quick = { context = 512, questions = 4 },
   metrics = { "kept", "blocks_read", "attention_mass", "output_error", "bytes_share",
               "held_share", "moved_share" },

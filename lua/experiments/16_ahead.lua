@@ -108,10 +108,13 @@ kv.experiment.run {
   defaults = { shape = kv.synthetic.default_shape(dev), layers = 8,
                context = 32768, block_size = 16, ratio = 0.1, refresh = 4, periods = 6,
                hot_ratio = 2, us_layer = 200, evict = "lru" },
-  kinds = kv.experiment.kinds({ count = { "layers", "context", "block_size", "refresh",
-    "periods" }, whole = { "prefetch_ahead" }, share = { "drift", "ratio" }, positive = {
-    "hot_ratio", "us_layer" }, not_negative = { "link_gbps" } }, { shape =
-    kv.synthetic.SHAPE }),
+  kinds = kv.experiment.kinds({
+    count = { "layers", "context", "block_size", "refresh", "periods" },
+    whole = { "prefetch_ahead" }, share = { "ratio" },
+    positive = { "hot_ratio", "us_layer" }, not_negative = { "drift", "link_gbps" },
+  }, {
+    shape = kv.synthetic.SHAPE,
+  }),
   quick = { drift = { 0.03 }, link_gbps = { LINKS[#LINKS] }, context = 4096,
             periods = 3 },
   metrics = { "stall_share", "step_us", "resident_us", "hit_rate", "missed_bytes",

@@ -74,8 +74,11 @@ kv.experiment.run {
       when = function(config) return config.policy ~= "full" end },
   },
   defaults = { context = 2048, prompts = 8, block_size = 16 },
-  kinds = kv.experiment.kinds({ count = { "budget", "context", "prompts", "block_size" }
-    }, { level = options.one_of(unpack(NAMES)) }),
+  kinds = kv.experiment.kinds({
+    count = { "budget", "context", "prompts", "block_size" },
+  }, {
+    level = options.one_of(unpack(NAMES)),
+  }),
   quick = { prompts = 1, budget = { 8 } },
   metrics = { "accuracy", "attention_mass", "output_error", "bytes_share", "held_share",
               "moved_share", "bytes_peak", "bytes_evicted", "bytes_moved", "questions" },

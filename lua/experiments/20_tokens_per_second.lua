@@ -141,14 +141,11 @@ local function policy_of(config)
 end
 
 local function check(config)
-  if config.memory ~= "resident" and config.memory ~= "hot" then
-    error(("memory is %s, expected resident or hot"):format(config.memory), 0)
-  elseif config.memory == "hot" and config.policy == "full" then
+  if config.memory == "hot" and config.policy == "full" then
     error("policy is full, expected one that selects blocks since memory is hot: --set "
       .. "policy=quest,gsa_on_device", 0)
-  elseif config.memory == "hot" and not (config.hot > 0 and config.hot <= 1) then
-    error(("hot is %g, expected a share of all blocks, above 0 and at most 1"):format(
-      config.hot), 0)
+  elseif config.memory == "hot" and config.hot == 0 then
+    error("hot is 0, expected a share of all blocks, above 0 and at most 1", 0)
   end
   shapes.prompts(config.prompts)
   policy_of(config)
@@ -252,9 +249,12 @@ kv.experiment.run {
   defaults = { model = is_cuda and "8b" or "small", dtype = "bf16", cache = "bf16",
                memory = "resident", hot = 0.2, listed = 2048, block_size = 16,
                steps = 16, runs = 3 },
-  kinds = kv.experiment.kinds({ count = { "listed", "block_size", "steps", "runs" },
-    share = { "budget", "hot" }, text = { "model" }, dtype = { "dtype" }, format = {
-    "cache" } }, { memory = options.one_of("resident", "hot") }),
+  kinds = kv.experiment.kinds({
+    count = { "listed", "block_size", "steps", "runs" }, share = { "budget", "hot" },
+    text = { "model" }, dtype = { "dtype" }, format = { "cache" },
+  }, {
+    memory = options.one_of("resident", "hot"),
+  }),
   quick = { model = "small", prompts = { "2x512" }, steps = 4, runs = 1 },
   proportions = { "bytes_share", "held_share", "hit_rate" },
   metrics = { "tokens_s", "ms", "speedup", "bytes", "gb_s", "bytes_share", "held_share",

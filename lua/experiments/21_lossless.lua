@@ -427,10 +427,12 @@ kv.experiment.run {
                cache = is_cuda and "bf16" or "f32", block_size = 16, accept = 0.9,
                temperature = 0, context = 2048, spread = 1, needles = 32, answers = 4,
                tokens = 48, steps = 16, most = 8, runs = 2 },
-  kinds = kv.experiment.kinds { count = { "draft", "block_size", "context", "needles",
-    "answers", "tokens", "steps", "most", "runs" }, share = { "ratio", "accept" }, text =
-    { "model" }, not_negative = { "temperature" }, positive = { "spread" }, dtype = {
-    "dtype" }, format = { "cache" } },
+  kinds = kv.experiment.kinds {
+    count = { "draft", "block_size", "context", "needles", "answers", "tokens", "steps",
+      "most", "runs" },
+    share = { "ratio", "accept" }, text = { "model" }, not_negative = { "temperature" },
+    positive = { "spread" }, dtype = { "dtype" }, format = { "cache" },
+  },
   quick = { policy = { "quest" }, ratio = { 0.1 }, draft = { 3 }, context = 512,
             needles = 8, answers = 1, tokens = 12, runs = 1, steps = 2 },
   proportions = { "accepted_share", "first_share", "same_share", "held_share" },

@@ -137,11 +137,7 @@ local function run(config)
 end
 
 local function check(config)
-  if not TRACES[config.trace] then
-    error(("trace is %s, expected questions or drift"):format(config.trace), 0)
-  elseif not POLICIES[config.policy] then
-    error(("policy is %s, expected quest or gsa"):format(config.policy), 0)
-  elseif config.slots < 1 then
+  if config.slots < 1 then
     error(("slots is %g, expected 1 or more"):format(config.slots), 0)
   elseif config.evict ~= "optimal" then
     kv.eviction(config.evict)
@@ -163,10 +159,13 @@ kv.experiment.run {
   end,
   defaults = { context = 2048, prompts = 4, blocks = 16, block_size = 16, drift = 0.1,
                steps = 384 },
-  kinds = kv.experiment.kinds({ count = { "context", "prompts", "blocks", "block_size",
-    "steps" }, share = { "drift" }, positive = { "slots" } }, { trace =
-    options.one_of(unpack(sorted.keys(TRACES))), policy =
-    options.one_of(unpack(sorted.keys(POLICIES))) }),
+  kinds = kv.experiment.kinds({
+    count = { "context", "prompts", "blocks", "block_size", "steps" },
+    not_negative = { "drift" }, positive = { "slots" },
+  }, {
+    trace = options.one_of(unpack(sorted.keys(TRACES))),
+    policy = options.one_of(unpack(sorted.keys(POLICIES))),
+  }),
   quick = { context = 512, prompts = 1, slots = { 1.5, 3 }, blocks = 8, steps = 48 },
   metrics = { "hit_rate", "fetched_share", "selected" },
   check = check, run = run,

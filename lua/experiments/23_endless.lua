@@ -174,9 +174,12 @@ kv.experiment.run {
                cache = is_cuda and "bf16" or "f32", block_size = 16, tables = "head",
                tokens = is_cuda and 2048 or 256, generate = is_cuda and 32768 or 1024,
                sink = 1, recent = 2, steps = is_cuda and 128 or 16 },
-  kinds = kv.experiment.kinds({ count = { "block_size", "tokens", "generate" }, whole =
-    { "sink", "recent", "steps" }, text = { "model" }, dtype = { "dtype" }, format = {
-    "cache" } }, { tables = options.one_of("layer", "head") }),
+  kinds = kv.experiment.kinds({
+    count = { "block_size", "tokens", "generate" }, whole = { "sink", "recent", "steps" },
+    text = { "model" }, dtype = { "dtype" }, format = { "cache" },
+  }, {
+    tables = options.one_of("layer", "head"),
+  }),
   quick = { model = "small", prompts = { "2x64" }, tokens = 64, generate = 256,
             steps = 2 },
   proportions = { "pages_share", "bytes_share", "held_share" },

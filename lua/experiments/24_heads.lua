@@ -104,8 +104,10 @@ kv.experiment.run {
   grid = { { "layer", range(LAYERS) }, { "head", range(HEADS) } },
   defaults = { model = "recall", context = 2048, prompts = 8, needles = 32,
                block_size = 16, sink = 1, recent = 8 },
-  kinds = kv.experiment.kinds { count = { "context", "prompts", "needles", "block_size"
-    }, whole = { "layer", "head", "sink", "recent" }, text = { "model" } },
+  kinds = kv.experiment.kinds {
+    count = { "context", "prompts", "needles", "block_size" },
+    whole = { "layer", "head", "sink", "recent" }, text = { "model" },
+  },
   quick = { context = 512, prompts = 2 },
   proportions = { accuracy = "questions" },
   metrics = { "lost", "accuracy", "questions" },

@@ -39,9 +39,6 @@ end
 
 --- The policy of a row; raises for a row that cannot be computed.
 local function policy_of(config)
-  if not (config.temperature > 0 and config.temperature < math.huge) then
-    error(("temperature is %s, expected a number above 0"):format(config.temperature), 0)
-  end
   local policy = kv.policy(config.policy, { ratio = config.ratio, sink = 1, recent = 2,
     min_blocks = 0 })
   if policy.watches_prompt or policy.evict then
@@ -157,9 +154,10 @@ kv.experiment.run {
   defaults = { model = downloads.find "smollm2" and kv.task.has_kjv() and "smollm2"
                  or "sample", text = "kjv", length = 2048, steps = 48, examples = 8,
                draws = 32, block_size = 16, dtype = "f32" },
-  kinds = kv.experiment.kinds { count = { "length", "steps", "examples", "draws",
-    "block_size" }, share = { "ratio" }, positive = { "temperature" }, text = { "model",
-    "text" }, dtype = { "dtype" } },
+  kinds = kv.experiment.kinds {
+    count = { "length", "steps", "examples", "draws", "block_size" }, share = { "ratio" },
+    positive = { "temperature" }, text = { "model", "text" }, dtype = { "dtype" },
+  },
   quick = { policy = { "quest" }, ratio = { 0.1 }, temperature = { 1 }, model = "sample",
             length = 256, steps = 4, examples = 2, draws = 4 },
   proportions = { "common_share", "alike_share", "likeliest_share" },

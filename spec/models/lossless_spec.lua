@@ -60,7 +60,7 @@ describe("25_drawn_drafts #release", function()
     local m = json.decode(rows:match "[^\n]+").metrics
     assert.near(1, m.common_share, 1e-5)
     assert.same({ 1, 1 }, { m.alike_share, m.likeliest_share })
-    assert.matches("temperature is 0, expected a number above 0",
+    assert.matches("temperature is 0, expected a number > 0",
       (run_drawn "--set temperature=0"))
     assert.matches("policy is tova, which evicts", (run_drawn "--set policy=tova"))
   end)
