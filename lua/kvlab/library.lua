@@ -22,9 +22,7 @@ end
 M.paths = find_paths()
 
 --- How a user starts kvlab: from a checkout, or installed.
-local source = io.open(M.paths.root .. "/premake5.lua")
-M.program = source and "./kvlab" or "kvlab"
-if source then source:close() end
+M.program = M.paths.library_dir:find("/build/bin/", 1, true) and "./kvlab" or "kvlab"
 
 --- The headers that the library was built with, in the order in which they are declared.
 M.headers = { M.paths.root .. "/runtime/base.h", M.paths.root .. "/runtime/kvlab.h" }
