@@ -21,8 +21,8 @@ end
 
 M.paths = find_paths()
 
---- How a user starts kvlab: from a checkout, or installed.
-M.program = M.paths.library_dir:find("/build/bin/", 1, true) and "./kvlab" or "kvlab"
+--- How a user starts kvlab: in a checkout or a bundle, or as `install` puts it into PATH.
+M.program = M.paths.root:find "/lib/kvlab$" and "kvlab" or "./kvlab"
 
 --- The headers that the library was built with, in the order in which they are declared.
 M.headers = { M.paths.root .. "/runtime/base.h", M.paths.root .. "/runtime/kvlab.h" }
