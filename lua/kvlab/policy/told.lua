@@ -119,9 +119,9 @@ end
 function Attention:recall(key, block, store)
   local is_whole = true
   each_watching(self, function(p)
-    is_whole = is_whole and p:recall_block(key, block, store)
+    is_whole = is_whole and p.recall_block ~= nil and p:recall_block(key, block, store)
   end)
-  return is_whole
+  return is_whole or false
 end
 
 --- Whether a policy needs the queries of prompts, so that all of a prompt is computed;
