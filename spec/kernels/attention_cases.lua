@@ -276,7 +276,7 @@ M.inputs = support.latest(function(c)
   local alibi
   if c.alibi then
     alibi = {}
-    for h = 1, heads do alibi[h] = 2^(-8 * h / heads) end
+    for h = 1, heads do alibi[h] = 2 ^ (-8 * h / heads) end
   end
   local selection, selection_heads, max_selected = selection_of(c, paged)
   local a = { layout = paged.layout, q = q:list(), cache = paged.cache,

@@ -5,7 +5,7 @@ local support = require "spec.support"
 local reference = require "spec.reference.attention"
 
 local POISON = -3   -- summaries of blocks that are not named must keep it
-local ulp = { f32 = 0, f16 = 2^-11, bf16 = 2^-8 }
+local ulp = { f32 = 0, f16 = 2 ^ -11, bf16 = 2 ^ -8 }
 
 local function summary_of(dev, c)
   local paged = support.paged(c)

@@ -4,7 +4,7 @@ local kv = require "kvlab"
 local support = require "spec.support"
 local attention = require "spec.kernels.attention_cases"
 
-local ulp = { f32 = 0, f16 = 2^-11, bf16 = 2^-8, f8_latent = 2^-8 }
+local ulp = { f32 = 0, f16 = 2 ^ -11, bf16 = 2 ^ -8, f8_latent = 2 ^ -8 }
 
 --- Cases of attention over latents, by what they are about.
 local topics = {

@@ -5,7 +5,7 @@ local support = require "spec.support"
 local reference = require "spec.reference.attention"
 
 local INF = math.huge
-local ulp = { f32 = 0, f16 = 2^-11, bf16 = 2^-8 }
+local ulp = { f32 = 0, f16 = 2 ^ -11, bf16 = 2 ^ -8 }
 
 --- Random parts of which some saw nothing; those hold NaN.
 local function parts(dtype, tokens, heads, dim)

@@ -9,7 +9,7 @@ local support = require "spec.support"
 local attention = require "spec.kernels.attention_cases"
 
 local inputs_of, expected, run = attention.inputs, attention.expected, attention.run
-local ulp = { f32 = 0, f16 = 2^-11, bf16 = 2^-8, f8e4m3 = 2^-8, int8 = 2^-8 }
+local ulp = { f32 = 0, f16 = 2 ^ -11, bf16 = 2 ^ -8, f8e4m3 = 2 ^ -8, int8 = 2 ^ -8 }
 
 local function check_cpu(dev, cases)
   for i, c in ipairs(support.sample_for_isa(cases)) do

@@ -22,10 +22,10 @@ local kinds = {
   falling = function(_, i) return -i end,
   sparse = function(rng, i) return rng(9) == 0 and i or -INF end,
   -- A search by equal parts of the range needs further turns for these.
-  outlier = function(rng, i) return i == 7 and 2^100 or 1 + rng(2^16) * 2^-23 end,
-  huge = function(rng) return (rng(129) - 64) * 2^121 end, -- the range overflows
-  tiny = function(rng) return (rng(4000) - 2000) * 2^-149 end, -- a denormal range
-  powers = function(rng) return (rng(2) * 2 - 1) * 2^(rng(200) - 100) end,
+  outlier = function(rng, i) return i == 7 and 2 ^ 100 or 1 + rng(2 ^ 16) * 2 ^ -23 end,
+  huge = function(rng) return (rng(129) - 64) * 2 ^ 121 end, -- the range overflows
+  tiny = function(rng) return (rng(4000) - 2000) * 2 ^ -149 end, -- a denormal range
+  powers = function(rng) return (rng(2) * 2 - 1) * 2 ^ (rng(200) - 100) end,
 }
 
 local function budget(b)

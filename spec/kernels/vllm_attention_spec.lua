@@ -8,7 +8,7 @@ local attention = require "spec.reference.attention"
 local reference = require "spec.reference.vllm"
 
 local VERSIONS = { 1, 2, 0 }
-local ulp = { f32 = 0, f16 = 2^-11, bf16 = 2^-8 }
+local ulp = { f32 = 0, f16 = 2 ^ -11, bf16 = 2 ^ -8 }
 
 --- A cache's flat values, K times k_scale and V times v_scale.
 local function scaled(cache, layout, k_scale, v_scale)
@@ -46,7 +46,7 @@ local prepare = support.latest(function(c)
   local slopes
   if c.alibi then
     slopes = {}
-    for h = 1, heads do slopes[h] = 2^(-8 * h / heads) end
+    for h = 1, heads do slopes[h] = 2 ^ (-8 * h / heads) end
   end
   local tables = {}
   for i, block in ipairs(paged.tables) do tables[i] = block end

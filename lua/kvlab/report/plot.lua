@@ -64,7 +64,8 @@ end
 
 --- 16, 256, 1K, 1.5K, 4M: in units of 1024.
 local function binary_number(x)
-  for _, unit in ipairs { { 2^40, "T" }, { 2^30, "G" }, { 2^20, "M" }, { 2^10, "K" } } do
+  for _, unit in ipairs { { 2 ^ 40, "T" }, { 2 ^ 30, "G" }, { 2 ^ 20, "M" },
+    { 2 ^ 10, "K" } } do
     if x >= unit[1] then return text_table.format_number(x / unit[1]) .. unit[2] end
   end
   return text_table.format_number(x)

@@ -226,7 +226,7 @@ describe("plot", function()
 
   it("writes powers of two along a logarithmic axis as sizes", function()
     local rows = {}
-    for i, bytes in ipairs { 16, 64, 256, 1024, 4096, 2^20, 2^31 } do
+    for i, bytes in ipairs { 16, 64, 256, 1024, 4096, 2 ^ 20, 2 ^ 31 } do
       rows[i] = { config = { bytes = bytes }, metrics = { us = i } }
     end
     local function texts(more, opts)

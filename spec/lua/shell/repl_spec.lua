@@ -423,7 +423,7 @@ new == require "policies.quest", opened.score == new().score, opened.score == ol
       (select(2, complete.candidates('kv.model "' .. stem, {}, {}))))
   end)
 
-    local environment = { kv = kv, t = kv.zeros("cpu", "f32", { 2 }), deep = { { } },
+    local environment = { kv = kv, t = kv.zeros("cpu", "f32", { 2 }), deep = { {} },
                           policy_of_mine = 1, s = "text", dev = kv.device "cpu" }
     environment.deep.inner = { name = 1, number = 2 }
 
