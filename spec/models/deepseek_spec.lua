@@ -207,8 +207,9 @@ support.each_device(function(dev)
       said, request = served(server, other)
       assert.equal(0, request.blocks_shared)
       assert.equal(served(alone, other), said)
+      -- nor are blocks of a sparse prefill those of a dense one
       _, dense = served(server, longer, full)
-      assert.equal(4, dense.blocks_shared)
+      assert.equal(0, dense.blocks_shared)
       server:close()
       alone:close()
     end)
@@ -221,7 +222,7 @@ support.each_device(function(dev)
         local function serve(prompt, given, name)
           local policy = name or dsa(12, { index_pool = pool })
           local server = kv.serve { engine = sparse { blocks = 64, policy = policy,
-            prefill_policy = policy }, store = given, max_seqs = 2 }
+            prefill_policy = kv.policy "full" }, store = given, max_seqs = 2 }
           local said, request = served(server, prompt)
           server:close()
           return said, request.blocks_loaded
@@ -245,6 +246,53 @@ support.each_device(function(dev)
         assert.same({ alone, 0 }, { serve(longer, store) })
         store:close()
       end
+    end)
+
+    it("shows other policies the blocks that it takes from a store", function()
+      local prompt, other = first(tokens, 33), {}
+      for i = 1, 20 do other[i] = tokens[i] + 1 end
+      local store = kv.store("memory:", { model = "v32 quest", block_size = 8 })
+      local function serve(given, before)
+        local quest = kv.policy("quest", { ratio = 0.3, sink = 0, recent = 1,
+                                           min_blocks = 0 })
+        local server = kv.serve { store = given, max_seqs = 1,
+          engine = sparse { blocks = 24, policy = quest } }
+        if before then served(server, before) end
+        local said, request = served(server, prompt)
+        server:close()
+        return said, request.blocks_loaded
+      end
+      local alone = serve()
+      serve(store)
+      assert.same({ alone, 4 }, { serve(store, other) })
+      store:close()
+    end)
+
+    it("serves forks, also of whole blocks, and refuses drafts that their parents lack",
+      function()
+      local server = kv.serve { engine = sparse { blocks = 64 }, max_seqs = 2 }
+      local function fork(at, draft)
+        local made, why
+        local parent = assert(server:submit { tokens = first(tokens, 29), max_tokens = 8,
+          on_token = function(r)
+            if made == nil and r:output_length() == at then
+              local ok, got = pcall(server.fork, server, r, { max_tokens = 8 - at,
+                                                              draft = draft })
+              made, why = ok and got, got
+            end
+          end })
+        server:run()
+        return parent, made, why
+      end
+      for at = 1, 6 do
+        local parent, made = fork(at)
+        assert.equal(table.concat(parent:output(), " ", at + 1),
+          table.concat(made:output(), " "))
+      end
+      local _, made, why = fork(3, { policy = "quest", ratio = 0.3, tokens = 2 })
+      assert.is_false(made)
+      assert.matches("expected the parent's draft or none", why)
+      server:close()
     end)
 
     it("is dense where the indexer selects all tokens", function()

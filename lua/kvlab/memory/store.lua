@@ -32,6 +32,7 @@ local OPTIONS = { capacity = BYTES, model = options.string, block_size = options
 ---@field url string
 ---@field model string|nil
 ---@field block_size integer|nil
+---@field capacity integer|nil  in bytes
 ---@field handle ffi.cdata*  kvl_store *; nil once it is closed
 local Store = {}
 
@@ -82,7 +83,7 @@ local function open(url, o)
   local handle = protected.open(C.kvl_store_close, out_store, C.kvl_store_open, url,
     o.capacity or 0, o.timeout_ms or 0, out_store)
   return setmetatable({ handle = handle, url = secrets.mask(url), model = o.model,
-    block_size = o.block_size, staging = {} }, Store)
+    block_size = o.block_size, capacity = o.capacity, staging = {} }, Store)
 end
 
 local function handle_of(self)

@@ -522,6 +522,22 @@ function M.again(self)
   return made.make(made.given)
 end
 
+--- A policy's name and options as a text: the same for policies that were made with the
+-- same options. Objects among these are the same only if they are one.
+---@param self kvlab.Policy
+---@return string
+function M.text(self)
+  options.argument("text", "self", self, objects.policy)
+  local given, parts = MADE[self].given or {}, { self.name }
+  for _, name in ipairs(sorted.keys(given)) do
+    local value = given[name]
+    local is_list = type(value) == "table" and type(value[1]) == "number"
+    parts[#parts + 1] = ("%s=%s"):format(name, is_list and table.concat(value, ",")
+      or tostring(value))
+  end
+  return table.concat(parts, " ")
+end
+
 --- What a policy's attention does besides attending over the selection; nil if nothing.
 local function beside_list(self)
   return (self.compute_decode ~= Policy.compute_decode

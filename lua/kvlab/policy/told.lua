@@ -43,6 +43,20 @@ local function show_to(self, p, blocks, tokens, first, last)
   end
 end
 
+--- Shows a policy blocks, but those of whose content it has kept what it needs.
+local function show_unless_recalled(self, p, blocks, tokens, keys)
+  if not p.on_prefill_offload then return end
+  local new, new_tokens = {}, {}
+  for i, block in ipairs(blocks) do
+    if not (keys and p.recall_block and p:recall_block(keys[i], block)) then
+      new[#new + 1], new_tokens[#new_tokens + 1] = block, tokens[i]
+    end
+  end
+  if #new > 0 then
+    tensor.scope(show_to, self, p, new, new_tokens, 0, self.cache.layers - 1)
+  end
+end
+
 --- Shows the policies blocks of one layer.
 ---@param layer integer
 ---@param blocks integer[]  physical
@@ -72,16 +86,7 @@ function Attention:show(blocks, tokens, keys)
       #tokens, #blocks))
   end
   each_policy(self, function(p)
-    if not p.on_prefill_offload then return end
-    local new, new_tokens = {}, {}
-    for i, block in ipairs(blocks) do
-      if not (keys and p.recall_block and p:recall_block(keys[i], block)) then
-        new[#new + 1], new_tokens[#new_tokens + 1] = block, tokens[i]
-      end
-    end
-    if #new > 0 then
-      tensor.scope(show_to, self, p, new, new_tokens, 0, self.cache.layers - 1)
-    end
+    show_unless_recalled(self, p, blocks, tokens, keys)
   end)
 end
 
@@ -113,15 +118,21 @@ function Attention:find(store, keys, n)
   return n
 end
 
---- Gives the policies what a store has of a block beside its K and V. Returns whether
--- they can serve it now.
+--- Gives the policies what a store has of a full block beside its K and V, and shows the
+-- block to those that need nothing more. Returns whether all of them can serve it now.
 ---@return boolean
 function Attention:recall(key, block, store)
   local is_whole = true
   each_watching(self, function(p)
     is_whole = is_whole and p.recall_block ~= nil and p:recall_block(key, block, store)
   end)
-  return is_whole or false
+  if not is_whole then return false end
+  each_policy(self, function(p)
+    if p.watches_prompt ~= "blocks" then
+      show_unless_recalled(self, p, { block }, { self.cache.block_size }, { key })
+    end
+  end)
+  return true
 end
 
 --- Whether a policy needs the queries of prompts, so that all of a prompt is computed;

@@ -6,6 +6,7 @@ local draft = require "kvlab.serve.draft"
 local ffi = require "ffi"
 local library = require "kvlab.library"
 local options = require "kvlab.options"
+local policies = require "kvlab.policy.policy"
 local protected = require "kvlab.protected"
 local sampler = require "kvlab.serve.sampler"
 local tensor = require "kvlab.tensor.tensor"
@@ -33,6 +34,11 @@ function M.new(o)
     end
   end
   local cache, prefetch = engine.cache, nil
+  local bytes_block = cache:bytes_token() * cache.block_size * cache.kv_heads
+  if o.store and (o.store.capacity or 0) > 0 and o.store.capacity < bytes_block then
+    error(("serve: the store's capacity is %d bytes, expected %d or more, a block of one "
+      .. "layer"):format(o.store.capacity, bytes_block), 3)
+  end
   if o.store then
     if not o.store.model or o.store.block_size ~= cache.block_size then
       error(("serve: the store was opened with model %s and block_size %s, expected a "
@@ -49,7 +55,7 @@ function M.new(o)
     engine = engine, memory = cache, store = o.store, prefetch = prefetch,
     model = o.store and o.store.model or "", start = C.kvl_clock_ns(), problems = 0,
     max_blocks = math.min(engine.max_blocks or cache.blocks, cache.blocks),
-    bytes_block = cache:bytes_token() * cache.block_size * cache.kv_heads * cache.layers,
+    bytes_block = bytes_block * cache.layers,
     seqs = {}, counts = {}, tokens = {}, ends = {}, wrong = {}, marks = {},
     hooks = o.hooks,
     seen = setmetatable({}, { __mode = "k" }), -- attention -> block -> key of the content
@@ -69,6 +75,14 @@ end
 
 -- ---- keys and store -------------------------------------------------------------------
 
+--- The text that the keys of a text's first block begin with. What a policy that selects
+-- in prefill leaves in a block is not what others would.
+local function model_of(self, attention)
+  local prefill = attention.prefill_policy
+  return prefill.dense and self.model
+    or ("%s prefill=%s"):format(self.model, policies.text(prefill))
+end
+
 --- Makes the keys of a request's blocks first ... last. The keys of all earlier blocks
 -- must be known.
 local function make_keys(self, r, first, last)
@@ -76,7 +90,8 @@ local function make_keys(self, r, first, last)
   local ids = ffi.new("int32_t[?]", n * size)
   for i = 0, n * size - 1 do ids[i] = r.tokens[(first - 1) * size + i + 1] end
   local parent = first > 1 and r.keys + (first - 2) or nil
-  check(C.kvl_block_keys(self.model, parent, ids, n * size, size, r.keys + (first - 1)))
+  check(C.kvl_block_keys(model_of(self, r.attention), parent, ids, n * size, size,
+    r.keys + (first - 1)))
   for i = first, last do r.block_hashes[i] = ffi.string(r.keys + (i - 1), 16) end
 end
 
@@ -224,9 +239,9 @@ function EngineExecutor:arrived(r, i, block)
   return true
 end
 
---- Lets the policies begin to serve a request. The policies are shown those of its blocks
--- whose computation they did not see, before any step reads them: blocks that came from
--- the store, or that a request with another attention computed.
+--- Lets the policies begin to serve a request. The policies are shown those of its full
+-- blocks whose computation they did not see, before any step reads them: blocks that came
+-- from the store, or that a request with another attention computed.
 -- If this raises, it may be tried again.
 function EngineExecutor:begin(r)
   local attention, blocks, tokens, keys = r.attention, {}, {}, {}
@@ -234,8 +249,8 @@ function EngineExecutor:begin(r)
   if self.memory.tables ~= "one" then return attention:request_begin(r.seq) end
   local seen = seen_by(self, attention)
   local ids = r:block_ids()
-  for i, block in ipairs(ids) do
-    local key = r.block_hashes[i]
+  for i = 1, math.floor(r.seq:length() / self.memory.block_size) do
+    local block, key = ids[i], r.block_hashes[i]
     if key and seen[block] ~= key then
       blocks[#blocks + 1], keys[#keys + 1] = block, key
       tokens[#tokens + 1] = self.memory.block_size

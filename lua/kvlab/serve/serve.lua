@@ -256,6 +256,11 @@ local function branch(self, what, parent, given, count)
   expect_room(self, what, r)
   for i, key in ipairs(parent.block_hashes) do r.block_hashes[i] = key end
   self.executor:admit_keys(r, o)
+  if r.attention ~= parent.attention and r.attention:watches_prompts() then
+    options.fail(("%s: draft is by a policy, expected the parent's draft or none, as "
+      .. "policy %s has seen the prompt in the parent's attention"):format(what,
+      r.attention.decode_policy.name), 2)
+  end
   if r.evicts and o.arrival_us > self.executor:now() then
     options.fail(("%s: arrival_us is in the future, expected none, as the policy of the "
       .. "request evicts tokens and holds memory from now on"):format(what), 2)
@@ -335,7 +340,8 @@ function Server:continue(parent, given)
   why = why or claim_branch(self, r, needed, seq:pages())
   if why then return nil, why end
   C.kvl_interrupt_hold(1)
-  r.seq, r.is_fork, r.continues = seq, true, true
+  r.seq, r.is_fork = seq, true
+  r.continues = r.attention == parent.attention -- else its policies begin with it
   parent.seq, self.holding[parent] = nil, nil
   enlist(self, r)
   C.kvl_interrupt_hold(-1)

@@ -126,6 +126,7 @@ function M.give_back(self, r)
   end
   if r.seq then self.prefix:close(r.seq) end
   r.seq, r.prefetch_ready, r.is_fork, r.continues = nil, false, false, false
+  r.shares_last = false
   r.blocks_shared, r.blocks_loaded, r.num_computed_tokens = 0, 0, 0
 end
 

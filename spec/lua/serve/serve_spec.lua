@@ -297,6 +297,43 @@ local function check(dev)
       store:close()
     end)
 
+    it("ends a fork that waits for all of the cache and gives its own back", function()
+      local engine = model_on(dev):engine { blocks = 2, block_size = 16, chunk = 32,
+                                            max_seqs = 1 }
+      local server, fork = kv.serve { engine = engine, watermark = 0 }, nil
+      local request
+      request = server:submit { tokens = { unpack(workload()[1].tokens, 1, 25) },
+        max_tokens = 7, on_token = function()
+          fork = fork or server:fork(request, { max_tokens = 6 })
+        end }
+      local steps = 0
+      while server:step() and steps < 100 do steps = steps + 1 end
+      assert.same({ "finished", "finished" }, { request.state, fork.state })
+      server:close()
+      engine.cache:close()
+    end)
+
+    it("shares no block of a sparse prefill with a dense one", function()
+      local sparse = kv.policy("xattention", { ratio = 0.1 })
+      local list, engine = workload(), model_on(dev):engine { blocks = 64, max_seqs = 1,
+        block_size = 16, chunk = 64, prefill_policy = sparse }
+      local full = engine:attention_of(kv.policy "full")
+      local store = open_store()
+      for time = 1, 2 do -- the second time from a store
+        local server = kv.serve { engine = engine, store = store }
+        server:submit { tokens = list[1].tokens, max_tokens = 1 }
+        server:run()
+        local r = server:submit { tokens = list[1].tokens, max_tokens = 20,
+                                  attention = full }
+        server:run()
+        assert.same({ 0, time == 1 and 0 or 16 }, { r.blocks_shared, r.blocks_loaded })
+        assert.same({ unpack(served_alone(dev)[1].output, 1, 20) }, r:output())
+        server:close()
+      end
+      store:close()
+      engine.cache:close()
+    end)
+
     it("forks a running request, also within a block", function()
       local one = workload()[1]
       local forks = {}
@@ -524,6 +561,12 @@ describe("server", function()
       return more
     end
     refuses('late is "maybe", expected one of wait, skip', with { late = "maybe" })
+    local store = kv.store("memory:", { model = "m", block_size = 16, capacity = 100 })
+    local small = model_on(kv.device "cpu"):engine { blocks = 4, block_size = 16 }
+    refuses("the store's capacity is 100 bytes, expected 16384 or more, a block of one "
+      .. "layer", { engine = small, store = store })
+    store:close()
+    small.cache:close()
     refuses("no priority \"fifi\"; did you mean \"fifo\"", with { priority = "fifi" })
     local path, given = temporary.folder(), kv.command_line.path
     files.make_folder(path .. "/priorities")
