@@ -150,6 +150,10 @@ local function expect_room(self, what, r)
     .. "tokens (max_tokens)"):format(what, d.tokens, most, most + 1))
 end
 
+local function expect_open(self)
+  if self.is_closed then options.fail("the server is closed", 3) end
+end
+
 --- Submits a request.
 ---@param given table  tokens (or, without a model, input_length and hash_ids: the keys of
 --                     its blocks of hash_block tokens), max_tokens; stop_tokens, a list
@@ -172,6 +176,7 @@ end
 ---@return string|nil reason   why it can never run here
 function Server:submit(given)
   options.check("submit", given, request.KNOWN)
+  expect_open(self)
   local o = with_defaults(self, given)
   local r = request.new(o, self.submitted + 1, 2)
   expect_room(self, "submit", r)
@@ -495,6 +500,7 @@ end
 -- sample or on_token raises, only that request ends, with finish_reason "error" and with
 -- the error in request.error.
 function Server:step()
+  expect_open(self)
   local s, counts = self.scheduler, self.counts
   if self.is_unsettled then settle_step(self) end -- of a step that raised
   arrive(self)
@@ -577,6 +583,7 @@ end
 -- ends.
 function Server:close()
   local problem
+  self.is_closed = true
   for i = 1, self.submitted do
     local r = self.requests[i]
     local ok, why = true, nil

@@ -547,6 +547,18 @@ describe("server", function()
     assert.equal(20, server.scheduler.prefix:available())
   end)
 
+  it("takes no requests once it is closed", function()
+    local server = kv.serve { cost = kv.cost_model.llama_8b_h100(512), blocks = 20,
+                              block_size = 512 }
+    server:submit { input_length = 600, max_tokens = 2 }
+    server:close()
+    server:close()
+    raises("the server is closed", server.step, server)
+    raises("the server is closed", server.run, server)
+    raises("the server is closed", server.submit, server,
+      { input_length = 600, max_tokens = 2 })
+  end)
+
   it("names the option that is wrong", function()
     local cost = kv.cost_model.llama_8b_h100(512)
     local function refuses(words, o) raises(words, kv.serve, o) end
@@ -562,11 +574,11 @@ describe("server", function()
     end
     refuses('late is "maybe", expected one of wait, skip', with { late = "maybe" })
     local store = kv.store("memory:", { model = "m", block_size = 16, capacity = 100 })
-    local small = model_on(kv.device "cpu"):engine { blocks = 4, block_size = 16 }
+    local tiny = model_on(kv.device "cpu"):engine { blocks = 4, block_size = 16 }
     refuses("the store's capacity is 100 bytes, expected 16384 or more, a block of one "
-      .. "layer", { engine = small, store = store })
+      .. "layer", { engine = tiny, store = store })
     store:close()
-    small.cache:close()
+    tiny.cache:close()
     refuses("no priority \"fifi\"; did you mean \"fifo\"", with { priority = "fifi" })
     local path, given = temporary.folder(), kv.command_line.path
     files.make_folder(path .. "/priorities")
