@@ -260,7 +260,7 @@ describe("eviction", function()
       { seq }, { 1 })
     local other = e:sequence()
     e:prefill(other, tokens(30))
-    e:use_policy(kv.policy "quest")
+    e:use_policy(kv.policy "quest", { seq })
     support.raises("policy tova has evicted tokens of sequence 1", e.decode, e, { other },
       { 1 })
     e:decode({ seq }, { 1 }) -- nothing of it was evicted

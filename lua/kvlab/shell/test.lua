@@ -7,7 +7,6 @@
 -- busted (.busted) runs all files in one process. There they are not insulated from each
 -- other, because a module that declares C types for the FFI cannot be loaded twice.
 local ffi = require "ffi"
-local library = require "kvlab.library"
 
 local M = {}
 
@@ -335,8 +334,8 @@ function M.main(root, files, options)
   if options.worker then return serve(root, files, options, has_gpu) end
   if not has_gpu then print_now "no CUDA device: specs tagged #gpu are left out\n" end
   if not has_model() then
-    print_now(("no smollm2: specs tagged #model are left out; this fetches it: %s get "
-      .. "smollm2\n"):format(library.program))
+    print_now("no smollm2: specs tagged #model are left out; this fetches it: "
+      .. "./kvlab get smollm2\n")
     if options["need-model"] then
       print_now "--need-model: they may not be left out\n\n0 passed, 1 failed\n"
       return 1
