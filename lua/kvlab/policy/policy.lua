@@ -522,6 +522,15 @@ function M.again(self)
   return made.make(made.given)
 end
 
+--- A number, or a list of numbers, with all digits; any other value as it is printed.
+local function exact(value)
+  if type(value) == "number" then return ("%.17g"):format(value) end
+  if type(value) ~= "table" or type(value[1]) ~= "number" then return tostring(value) end
+  local list = {}
+  for i, x in ipairs(value) do list[i] = exact(x) end
+  return table.concat(list, ",")
+end
+
 --- A policy's name and options as a text: the same for policies that were made with the
 -- same options. Objects among these are the same only if they are one.
 ---@param self kvlab.Policy
@@ -530,10 +539,7 @@ function M.text(self)
   options.argument("text", "self", self, objects.policy)
   local given, parts = MADE[self].given or {}, { self.name }
   for _, name in ipairs(sorted.keys(given)) do
-    local value = given[name]
-    local is_list = type(value) == "table" and type(value[1]) == "number"
-    parts[#parts + 1] = ("%s=%s"):format(name, is_list and table.concat(value, ",")
-      or tostring(value))
+    parts[#parts + 1] = ("%s=%s"):format(name, exact(given[name]))
   end
   return table.concat(parts, " ")
 end

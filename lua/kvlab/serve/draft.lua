@@ -15,7 +15,6 @@
 --         text); Sun et al. 2024, TriForce, arXiv:2404.11912, and Chen et al. 2024,
 --         MagicDec, arXiv:2408.11049 (drafts by the same model over a part of its KV)
 local options = require "kvlab.options"
-local AMOUNTS = require("kvlab.policy.budget").AMOUNTS
 local policies = require "kvlab.policy.policy"
 local draft_steps = require "kvlab.policy.draft_steps"
 local reuse = require "kvlab.policy.reuse"
@@ -43,14 +42,6 @@ local function of_policy(o)
   return rest
 end
 
---- An option's value as a text that is the same for the same numbers.
-local function shown(value)
-  if type(value) ~= "table" or not AMOUNTS.ratio[2](value) then return tostring(value) end
-  local list = {}
-  for i, x in ipairs(value) do list[i] = ("%.17g"):format(x) end
-  return table.concat(list, ",")
-end
-
 --- Returns the policy of a draft, not attached to anything, and a key that is equal for
 -- equal policies and options. Raises for a policy that can make no drafts.
 local function policy_of(o)
@@ -67,12 +58,8 @@ local function policy_of(o)
     draft_steps.expect_policy(policy)
     return expect(policy), policy
   end
-  local parts = { policy }
-  for _, name in ipairs(sorted.keys(rest)) do
-    parts[#parts + 1] = ("%s=%s"):format(name, shown(rest[name]))
-  end
-  return expect(draft_steps.expect_policy(policies(policy, rest))),
-    table.concat(parts, " ")
+  local made = policies(policy, rest)
+  return expect(draft_steps.expect_policy(made)), policies.text(made)
 end
 
 --- The options of a draft, which depend on how it is made: by a policy or from the text.
