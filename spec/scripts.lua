@@ -95,7 +95,8 @@ local function use_latents(rng, o)
   if rng(3) == 0 and #names.prefill_policy > 0 then
     o.prefill_policy = one_of(rng, names.prefill_policy)
   elseif o.policy == "dsa" and rng(2) == 0 then
-    o.prefill_policy = "dsa"
+    o.prefill_policy = "dsa" -- which does not compute what other policies emit
+    if o.draft_policy == "emitting" then o.draft_policy = nil end
   end
 end
 

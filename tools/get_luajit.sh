@@ -33,6 +33,11 @@ sed -i 's/cur\.nins \([>=]*\) REF_FIRST+1\b/cur.nins \1 REF_FIRST+4/
   s/cur\.ir\[REF_FIRST\]\.o != IR_PROF/cur.ir[REF_FIRST+3].o != IR_PROF/' src/lj_record.c
 ! grep -q 'own loop detection' src/lj_record.c ||
   grep -q 'REF_FIRST+4\|ref += 3' src/lj_record.c
+# Until April 2022, two results of `next` changed places in 32 bits, so a compiled `pairs` loop
+# lost half of a pointer now and then (LuaJIT#829). 0x48 makes it 64 bits.
+sed -i 's/= REX_64IR(irx, XI_XCHGa + RID_RETHI);/= XI_XCHGa + RID_RETHI; *--as->mcp = 0x48;/' \
+  src/lj_asm.c
+if grep -q 'REX_64IR(irx, XI_XCHGa' src/lj_asm.c; then exit 1; fi
 # PREFIX and MULTILIB make it look for modules where the distribution's LuaJIT does. With
 # another BUILDMODE each file is compiled twice, once for a shared library.
 make -C src -j"$(nproc)" libluajit.a BUILDMODE=static CCDEBUG= \

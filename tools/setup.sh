@@ -101,17 +101,23 @@ find_premake() {
   }
 }
 
-# Builds, once, a LuaJIT whose loops Ctrl-C can end. If that fails, the distribution's LuaJIT
-# is used. The build is not tried again until .deps/luajit is removed.
+# Builds a LuaJIT whose loops Ctrl-C can end, and again when get_luajit.sh has changed. If that
+# fails, the distribution's LuaJIT is used, or the one that was built before; the build is not
+# tried again until .deps/luajit is removed.
 find_luajit() {
-  [ ! -d "$deps/luajit" ] || return 0
+  luajit=$deps/luajit/libluajit-5.1.a
+  luajit_by=$(cksum <"$root/tools/get_luajit.sh")
+  [ "$luajit_by" != "$(cat "$deps/luajit/by" 2>/dev/null)" ] || return 0
   command -v apt-get >/dev/null || return 0
   say "building LuaJIT, once, into .deps/ (fetches 1 MB)"
-  "$root/tools/get_luajit.sh" "$deps/luajit/libluajit-5.1.a" >"$deps/luajit.log" 2>&1 9>&- || {
-    mkdir -p "$deps/luajit"
-    say "that failed (see .deps/luajit.log): the distribution's LuaJIT is used, and Ctrl-C"
-    say "cannot end a compiled Lua loop that calls nothing; press it twice there"
+  "$root/tools/get_luajit.sh" "$luajit" >"$deps/luajit.log" 2>&1 9>&- || {
+    say "that failed (see .deps/luajit.log)"
+    [ -e "$luajit" ] ||
+      say "the distribution's LuaJIT is used, and Ctrl-C cannot end a compiled Lua loop that \
+calls nothing; press it twice there"
   }
+  mkdir -p "$deps/luajit"
+  echo "$luajit_by" >"$deps/luajit/by"
 }
 
 # doctor: prints what was found, what is missing, what that disables and how to get it. Fails
