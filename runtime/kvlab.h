@@ -995,10 +995,10 @@ int kvl_device_target(kvl_device *dev, char *text, size_t size);
 
 /* A graph records the work that is launched between begin and end instead of running it; a
  * replay then runs all of it without the host. Ops read lengths, tables and selections from
- * the device, so one recorded step serves later steps. The graph keeps the memory that was
- * allocated while it was recorded. Another stream takes part if it waits for an event that
- * was recorded on the stream of begin; that stream must wait for it in turn before the end.
- */
+ * the device, so one recorded step serves later steps. Until it is closed, the graph holds the
+ * memory that it reads and writes, whoever frees it, and what was allocated while it was
+ * recorded. Another stream takes part if it waits for an event that was recorded on the stream
+ * of begin; that stream must wait for it in turn before the end. */
 typedef struct kvl_graph kvl_graph;
 
 /* Starts to record the work that goes to the device's current stream. Until the end, it is

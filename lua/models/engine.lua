@@ -407,6 +407,7 @@ local function record_decode(self, count, key, compute)
   journal.recording = nil
   C.kvl_interrupt_hold(-1)
   if not ok then error(graph, 0) end
+  self.cache.graphs[graph] = true
   local recorded = { graph = graph, entries = entries,
                      growths = self.attention.shape.growths }
   self.graphs[key] = recorded

@@ -7,6 +7,8 @@
  * core/free_memory.c has the lists, and says which sizes share memory and how much of it
  * stays. When the device has no room, everything that is free goes back to it, and the
  * allocation is tried again. */
+#include <stdatomic.h>
+
 #include "args/elementwise.h"
 #include "core/allocator.h"
 
@@ -87,7 +89,23 @@ static int defers(kvl_storage *s) {
   return 1;
 }
 
+int kvl__recording_hold(struct kvl__recording *r, kvl_storage *s) {
+  if (s->recording == r || s->in_graph == r->number) return KVL_OK;
+  if (!(r->held_count & (r->held_count - 1))) { /* full: its room is the next power of two */
+    const size_t room = r->held_count ? 2 * (size_t)r->held_count : 1;
+    kvl_storage **held = kvl__realloc(r->held, room * sizeof *held, "a graph's memory");
+    if (!held) return KVL_ERR_NO_MEMORY;
+    r->held = held;
+  }
+  s->refs++;
+  s->in_graph = r->number;
+  r->held[r->held_count++] = s;
+  return KVL_OK;
+}
+
 void kvl__recording_begin(kvl_device *dev, struct kvl__recording *r) {
+  static atomic_llong recordings;
+  r->number = atomic_fetch_add(&recordings, 1) + 1;
   r->set_aside = dev->free;
   r->stream = dev->current->id;
   memset(&dev->free, 0, sizeof dev->free);
@@ -115,6 +133,8 @@ void kvl__recording_end(kvl_device *dev, struct kvl__recording *r) {
 /* Called when all work on the device is done. */
 void kvl__recording_drop(struct kvl__recording *r) {
   kvl_device *dev = NULL;
+  for (int i = 0; i < r->held_count; i++) kvl__storage_unref(r->held[i]);
+  free(r->held);
   while (r->storages) {
     kvl_storage *s = r->storages;
     r->storages = s->recording_next;
@@ -186,6 +206,7 @@ int kvl__storage_open(kvl_device *dev, size_t bytes, kvl_storage **out) {
   s->refs = 1;
   s->used = 0;
   s->is_frozen = 0;
+  s->in_graph = 0;
   s->counted = size_class == KVL__LARGE ? bytes : want;
   count_live(dev, s, 1);
   poison(dev, s);

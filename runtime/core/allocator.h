@@ -13,9 +13,12 @@ int kvl__storage_wrap(kvl_device *dev, void *memory, size_t bytes, kvl_storage *
 int kvl__storage_open_pinned(kvl_device *dev, size_t bytes, int huge_pages,
                              kvl_storage **out);
 void kvl__storage_unref(kvl_storage *s);
+/* Makes the graph that is being recorded hold the memory. */
+int kvl__recording_hold(struct kvl__recording *r, kvl_storage *s);
 /* The current stream is about to use the memory. */
-static inline void kvl__storage_use(kvl_storage *s, const kvl_device *dev) {
+static inline int kvl__storage_use(kvl_storage *s, const kvl_device *dev) {
   s->used |= (uint64_t)1 << dev->current->id;
+  return dev->recording ? kvl__recording_hold(dev->recording, s) : KVL_OK;
 }
 /* Returns the free memory of one stream (-1: of all) to the device, except pieces of segments
  * that are in use. */

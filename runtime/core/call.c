@@ -179,7 +179,10 @@ int kvl__launch(struct kvl__call *call, enum kvl_op op, const void *args, size_t
   if (call->status >= 0 && kvl_interrupted())
     call->status = kvl__fail(KVL_ERR_INTERRUPTED, "%s: interrupted", call->op);
   if (call->status >= 0) {
-    for (int i = 0; i < call->tensors; i++) kvl__storage_use(call->storage[i], dev);
+    for (int i = 0; i < call->tensors && call->status >= 0; i++)
+      call->status = kvl__storage_use(call->storage[i], dev);
+  }
+  if (call->status >= 0) {
     dev->stats.launches++;
     call->status = dev->backend->launch(dev->ctx, dev->current->queue, op, args, size);
     if (call->status < 0) {

@@ -71,7 +71,9 @@ int kvl_code_launch(kvl_code *code, kvl_device *dev, const void *arguments, size
   int status = check_tensors(code, dev, tensors, n);
   if (status < 0) return status;
   if (kvl_interrupted()) return kvl__fail(KVL_ERR_INTERRUPTED, "%s: interrupted", code->name);
-  for (int i = 0; i < n; i++) kvl__storage_use(tensors[i]->storage, dev);
+  for (int i = 0; i < n && status >= 0; i++)
+    status = kvl__storage_use(tensors[i]->storage, dev);
+  if (status < 0) return status;
   dev->stats.launches++;
   status = dev->backend->code_launch(dev->ctx, dev->current->queue, code->handle, arguments,
                                      size, grid);

@@ -23,11 +23,12 @@ struct kvl_storage {
   uint64_t used;
   int64_t freed; /* when it was put into a free list, counted by device->frees */
   int refs, home, size_class, is_listed;
-  int is_frozen; /* kvl_tensor_freeze */
+  int is_frozen;    /* kvl_tensor_freeze */
+  int64_t in_graph; /* the number of the graph that holds it, of several the last one */
 };
 
-/* Memory that a step allocates while it is recorded stays with the graph, because replays
- * write there. During the recording the device's free lists are set aside. The step takes
+/* A graph holds a reference to all memory that it uses, because replays read and write there.
+ * Memory that a step allocates while it is recorded belongs to the graph. During the recording the device's free lists are set aside. The step takes
  * memory that it freed itself; otherwise memory that was free on its stream before, which
  * then belongs to the graph; otherwise fresh memory. */
 struct kvl__recording {
@@ -35,6 +36,9 @@ struct kvl__recording {
   int stream;            /* on which the recording began */
   kvl_storage *storages; /* allocated meanwhile, by recording_next */
   kvl_storage *deferred; /* references to older ones, given up at the end */
+  kvl_storage **held;    /* older ones that the step uses */
+  int held_count;
+  int64_t number; /* of the recordings of the process */
   kvl__free_lists set_aside;
 };
 

@@ -191,8 +191,9 @@ static int copy_bytes(kvl_device *dev, kvl_storage *s, void *dst, const void *sr
   }
   if (bytes == 0) return KVL_OK;
   const kvl_backend *be = dev->backend;
-  kvl__storage_use(s, dev);
-  int status = be->copy(dev->ctx, dev->current->queue, dst, src, (size_t)bytes, kind);
+  int status = kvl__storage_use(s, dev);
+  if (status < 0) return status;
+  status = be->copy(dev->ctx, dev->current->queue, dst, src, (size_t)bytes, kind);
   if (status >= 0 && wait) status = be->queue_sync(dev->ctx, dev->current->queue);
   return status < 0 ? kvl__device_failed(dev, status, "copying") : KVL_OK;
 }
@@ -211,7 +212,8 @@ int kvl_copy(const kvl_tensor *src, const kvl_tensor *dst) {
   kvl_device *from = src->device, *to = dst->device;
   if (from == to) {
     int in = kvl_tensor_is_pinned(src), out = kvl_tensor_is_pinned(dst);
-    kvl__storage_use(src->storage, to);
+    int status = kvl__storage_use(src->storage, to);
+    if (status < 0) return status;
     return copy_bytes(to, dst->storage, dst->ptr, src->ptr, bytes,
                       in == out ? KVL_COPY_LOCAL
                       : in      ? KVL_COPY_FROM_HOST

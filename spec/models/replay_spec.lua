@@ -118,6 +118,16 @@ support.each_device(function(dev)
     e.cache:close()
   end)
 
+  it("do not keep the memory of a cache that is closed, on " .. dev:name(), function()
+    local e = open(tiny.tiny(dev), "quest", "resident", true).engine
+    local seq = e:sequence()
+    e:prefill(seq, { 5, 6, 7 })
+    for id = 1, 4 do e:decode({ seq }, { id }) end
+    local bytes, live = e.cache.memory:bytes(), dev:stats().bytes_live
+    e.cache:close()
+    assert.is_true(live - dev:stats().bytes_live >= bytes)
+  end)
+
   it("are launched while a probe looks, on " .. dev:name(), function()
     local function shares(graph)
       local s, means = open(model, "quest", "resident", graph), {}

@@ -72,6 +72,26 @@ local function check(dev)
       graph:close()
     end)
 
+    it("keeps the memory that it uses until it is closed, whoever frees it", function()
+      support.collect()
+      local before = dev:stats().bytes_live
+      local a, out = kv.full(dev, "f32", { 640 }, 7), kv.zeros(dev, "f32", { 640 })
+      local also = kv.zeros(dev, "f32", { 640 })
+      local graph = kv.graph(function()
+        a:add(1, out)
+        also:copy_(a)
+      end, dev)
+      for _, t in ipairs { a, out, also } do t:free() end
+      local others = {}
+      for i = 1, 6 do others[i] = kv.zeros(dev, "f32", { 640 }) end
+      graph:replay()
+      for i = 1, 6 do assert.equal(0, others[i]:max():item(), i) end
+      graph:close()
+      for i = 1, 6 do others[i]:free() end
+      support.collect()
+      assert.equal(before, dev:stats().bytes_live)
+    end)
+
     it("reuses the memory of large temporaries while it is recorded", function()
       local x = kv.ones(dev, "f32", { 10 * 1024 * 1024 })
       local out = kv.tensor(dev, "f32", { 10 * 1024 * 1024 })

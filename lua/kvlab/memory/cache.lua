@@ -35,6 +35,8 @@ local M = {}
 ---@field journal kvlab.Journal  what a failed step takes back
 ---@field followers table      others with memory for each of its blocks, as keys: their
 --                             copy_blocks(from, to) copies along
+---@field graphs table         recorded steps over the cache, as keys: they hold its memory,
+--                             so they are closed with it
 ---@field memory kvlab.Tensor  [layers, blocks, 2, kv_heads, block_size, head_dim], or u8
 --                             [layers, blocks, bytes] of int8, on the device or, with
 --                             offload, in pinned host memory; of tables by layer [1,
@@ -93,6 +95,7 @@ function M.cache(o)
     kv_heads = o.kv_heads, head_dim = o.head_dim,
     value_dim = o.value_dim or o.head_dim, layer_views = {},
     followers = setmetatable({}, { __mode = "k" }),
+    graphs = setmetatable({}, { __mode = "k" }),
     bytes_copied = 0, bytes_prefetched = 0,
   }, Cache)
   self.pages = o.blocks * self.cut_layers * self.cut_heads
@@ -259,6 +262,7 @@ end
 --- Frees the memory and the blocks. Sequences of the cache raise from now on.
 function Cache:close()
   M.open[self] = nil
+  for graph in pairs(self.graphs) do graph:close() end
   self.tier:close()
   self.memory:free()
   for _, view in pairs(self.layer_views) do view:free() end

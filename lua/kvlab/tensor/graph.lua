@@ -3,6 +3,7 @@
 -- and no gaps between launches. Ops read lengths, tables and selections from the device,
 -- so a step that was recorded once serves later lengths. fn must not read from the
 -- device or write to it. Run fn once before you record it, so that its buffers exist.
+-- Until it is closed, a graph holds the memory that it reads and writes.
 local arguments = require "kvlab.arguments"
 local ffi = require "ffi"
 local device = require "kvlab.tensor.device"
