@@ -13,10 +13,13 @@ local compiler = require "kvlab.kernel.run.compiler"
 local kernel = require "kvlab.kernel.run.kernel"
 local kernel_hook = require "kvlab.kernel.run.hook"
 local kv = require "kvlab"
+local named = require "kvlab.named"
 local nvrtc = require "kvlab.kernel.run.nvrtc"
 local policy = require "kvlab.policy.policy"
 local sorted = require "kvlab.sorted"
 local source_text = require "kvlab.kernel.print.source_text"
+
+named.finds_own = false
 
 local set = kv.command_line.set
 local out = set.out or error("precompile: --set out=DIR is missing", 0)

@@ -253,7 +253,9 @@ $cuda_least or newer"
   if has_gpu && [ -n "$major" ]; then doctor_driver "$major"; fi
   lost=$(ldd "$plugin" 2>/dev/null | sed -n 's/^[[:space:]]*\(.*\) => not found/\1/p' |
     paste -sd ' ')
-  if [ ! -e "$plugin" ]; then
+  if [ -n "$is_bundle" ] && [ ! -e "$plugin" ]; then
+    line none "CUDA plug-in" "not in this tree; make the tree anew where kvlab is built with --cuda=on"
+  elif [ ! -e "$plugin" ]; then
     line none "CUDA plug-in" "not built; a build makes it if there is a GPU, else: kvlab build --cuda=on"
   elif [ -n "$lost" ]; then
     line missing "CUDA plug-in" "does not find $lost; set LD_LIBRARY_PATH"

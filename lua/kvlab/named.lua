@@ -13,6 +13,9 @@ local sources = require "kvlab.sources"
 
 local M = {}
 
+--- Whether the user's own files have names, which must not decide what a spec finds.
+M.finds_own = true
+
 local given = {} -- kind -> name -> path: files that lie in no such folder
 local prepared -- the folders that package.path has
 
@@ -20,7 +23,10 @@ local prepared -- the folders that package.path has
 local function roots()
   local own = library.paths.root .. "/lua"
   local list, has = { own }, { [files.real(own)] = true }
-  local user = { command_line.path or "", os.getenv "KVLAB_PATH" or "", "." }
+  local user = { command_line.path or "" }
+  if M.finds_own then
+    user[2], user[3] = os.getenv "KVLAB_PATH" or "", "."
+  end
   for folder in table.concat(user, ":"):gmatch "[^:]+" do
     local real = files.real(folder)
     if real and not has[real] then list[#list + 1], has[real] = folder, true end
@@ -103,6 +109,23 @@ function M.path_of(kind, name)
   return find(kind, name)[1]
 end
 
+--- Calls fn(...), which runs the file `path`: pcall's results. An error has a position in
+-- the file. `return define {…}` is a tail call, which leaves no trace of the file, so the
+-- position that its error has is one of a caller of fn.
+function M.load(path, fn, ...)
+  return xpcall(fn, function(why)
+    local is_there = type(why) ~= "string" or why:find(path, 1, true)
+    local level, info = 2, debug.getinfo(2, "Sf")
+    while info and info.func ~= M.load do
+      is_there = is_there or info.source == "@" .. path
+      level = level + 1
+      info = debug.getinfo(level, "Sf")
+    end
+    if is_there then return why end
+    return ("%s: %s"):format(path, why:gsub("^[^\n:]+:%d+: ", ""))
+  end, ...)
+end
+
 --- What the file of a name returns, and its path. Raises when there is no such name, or
 -- two files have it.
 ---@param kind string   "policies"
@@ -123,7 +146,7 @@ function M.open(kind, what, name, level)
   end
   local module = kind .. "." .. name
   sources.named(module)
-  local ok, value = pcall(require, module)
+  local ok, value = M.load(found[1], require, module)
   if ok then return value, found[1] end
   package.loaded[module] = nil -- else the next try would be told of a loop, not the cause
   if tostring(value):find("interrupted", 1, true) then error(value, 0) end

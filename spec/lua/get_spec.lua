@@ -3,6 +3,7 @@
 local downloads = require "kvlab.downloads"
 local files = require "kvlab.files"
 local kv = require "kvlab"
+local library = require "kvlab.library"
 local processes = require "spec.processes"
 local temporary = require "spec.temporary"
 
@@ -150,7 +151,8 @@ describe("kvlab get #release", function()
     local folder = temporary.folder()
     local text, status = get("", "XDG_CACHE_HOME=" .. folder)
     assert.equal(0, status, text)
-    assert.truthy(text:find("not here; this fetches it: ./kvlab get smollm2", 1, true))
+    assert.truthy(text:find("not here; this fetches it: " .. library.program
+      .. " get smollm2", 1, true))
     files.make_folder(folder .. "/kvlab/models")
     local path = folder .. "/kvlab/models/" .. downloads.CATALOGUE.smollm2.file
     os.execute(("truncate -s %d '%s'"):format(downloads.CATALOGUE.smollm2.bytes, path))

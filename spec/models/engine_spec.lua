@@ -38,7 +38,7 @@ local function check(dev)
     it("gives the same over int8 through graphs, a ring and a hot cache", function()
       local function answer(o)
         o.blocks, o.format, o.max_blocks = 16, "int8", 16
-        local path = "spec/data/gguf/llama.gguf"
+        local path = kv.paths.root .. "/spec/data/gguf/llama.gguf"
         local e = llama.load(path, { device = dev, dtype = "f32" }):engine(o)
         local seq = e:sequence()
         local ids = e:generate(seq, e:prefill(seq, first(20)), 8)

@@ -7,6 +7,7 @@ local files = require "kvlab.files"
 local gguf = require "spec.gguf_files"
 local json = require "kvlab.json"
 local kv = require "kvlab"
+local library = require "kvlab.library"
 local llama = require "models.llama"
 local support = require "spec.support"
 local temporary = require "spec.temporary"
@@ -201,14 +202,14 @@ describe("a GGUF model", function()
     local ok, why = pcall(llama.load, "smollm2", { device = "cpu" })
     downloads.find = find
     assert.is_false(ok)
-    assert.equal("smollm2 is not on this machine; this fetches it: ./kvlab get smollm2",
-      why)
+    assert.equal("smollm2 is not on this machine; this fetches it: " .. library.program
+      .. " get smollm2", why)
   end)
 end)
 
 describe("what is no model", function()
   local HOW = ". A model is a folder with config.json and its weights, a file that ends "
-    .. "with .gguf, or a name that ./kvlab get fetches: smollm2"
+    .. ("with .gguf, or a name that %s get fetches: smollm2"):format(library.program)
 
   local function refused(words, path)
     for name, open in pairs { ["kv.model"] = kv.model, ["llama.load"] = llama.load,
@@ -224,7 +225,7 @@ describe("what is no model", function()
     refused("./nothere.gguf: No such file or directory" .. HOW, "./nothere.gguf")
     refused("smollm3/config.json: No such file or directory. Did you mean smollm2?"
       .. HOW:sub(2), "smollm3")
-    local readme = kv.paths.root .. "/README.md"
+    local readme = kv.paths.root .. "/LICENSE"
     refused(readme .. "/config.json: Not a directory" .. HOW, readme)
     local folder = temporary.folder()
     refused(folder .. "/config.json: No such file or directory" .. HOW, folder)

@@ -323,7 +323,7 @@ describe("18_text_budget #release", function()
 
   it("says how to get a model that is not there", function()
     local printed = run("--set model=smollm2", "XDG_CACHE_HOME=" .. temporary.folder())
-    assert.truthy(printed:find("./kvlab get smollm2", 1, true), printed)
+    assert.truthy(printed:find("kvlab get smollm2", 1, true), printed)
     assert.matches("status 1\n$", printed)
   end)
 end)

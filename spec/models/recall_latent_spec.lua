@@ -7,7 +7,7 @@ local json = require "kvlab.json"
 local kv = require "kvlab"
 local support = require "spec.support"
 
-local FOLDER = "lua/models/recall_latent"
+local FOLDER = kv.paths.root .. "/lua/models/recall_latent"
 
 local function own(tokens)
   return kv.policy("nsa", { granularity = "token", index = "model", tokens = tokens,

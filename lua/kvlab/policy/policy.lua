@@ -653,8 +653,9 @@ end
 --- Why the value of a policy's file makes no policies; nil if it does.
 local function why_none(path, make)
   if type(make) == "function" then return nil end
+  local is_nothing = make == nil or make == true -- require makes true of nothing
   return ("%s returns %s, expected what kv.policy.define returns"):format(path,
-    options.shown(make))
+    is_nothing and "nothing" or options.shown(make))
 end
 
 --- The policy of a file with its defaults; nil for a file that is not finished.

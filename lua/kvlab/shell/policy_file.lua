@@ -9,10 +9,11 @@ local options = require "kvlab.options"
 return function(path)
   local chunk, problem = loadfile(path)
   if not chunk then error(problem, 0) end
-  local make = chunk()
+  local ok, make = named.load(path, chunk)
+  if not ok then error(make, 0) end
   if type(make) ~= "function" then
     error(("%s returns %s, expected what kv.policy.define returns"):format(path,
-      options.shown(make)), 0)
+      make == nil and "nothing" or options.shown(make)), 0)
   end
   local name = make().name
   named.give("policies", name, path, make)

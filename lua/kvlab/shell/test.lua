@@ -181,6 +181,8 @@ local function run_here(root, files, options, has_gpu, progress, report)
   -- What they leave behind is collected less often, which saves a tenth of their time.
   collectgarbage("setpause", 500)
   package.path = root .. "/?.lua;" .. package.path -- require "spec.support"
+  local has_names, named = pcall(require, "kvlab.named")
+  if has_names then named.finds_own = options.policy ~= nil end
   local busted = require "busted.core"()
   require "busted"(busted)
   require "busted.luajit"()

@@ -71,7 +71,7 @@ describe("kvlab new #release", function()
     ok("new", "policy", "mine")
     ok("new", "experiment", "first", "--path=.")
     has("mine", ok("run", "experiments/first.lua", "--quick", "--device=cpu",
-      "--set", "policy=mine", "--set", "context=512", "--set", "budget=0.3"))
+      "--set", "policy=mine,tova", "--set", "context=512", "--set", "budget=0.3"))
     has('"policies/mine.lua": "',
       files.read(folder .. "/results/first-quick/results.jsonl"))
   end)
@@ -85,6 +85,28 @@ describe("kvlab new #release", function()
       files.shell_line { folder }, files.shell_line { executable }))
     assert.equal("far\n", pipe:read "*a")
     pipe:close()
+  end)
+
+  it("blames a policy's file for a definition that is wrong", function()
+    files.make_folder(folder .. "/policies")
+    files.write(folder .. "/policies/typo.lua",
+      'return require("kvlab").policy.define { name = "typo", scores = 1 }')
+    files.write(folder .. "/a.lua", 'require("kvlab").policy "typo"')
+    local words = './policies/typo.lua: policy typo: "scores" is no option, did you mean '
+    has("policy typo cannot be loaded: " .. words, (select(2, kvlab("run", "a.lua"))))
+    has("kvlab: " .. words, (select(2, kvlab("test", "policy", "typo"))))
+  end)
+
+  it("makes files that no other spec finds", function()
+    files.make_folder(folder .. "/policies")
+    files.write(folder .. "/policies/mine.lua", "")
+    files.write(folder .. "/own_spec.lua", [[
+      it("finds what is shipped", function()
+        local policy = require("kvlab").policy
+        assert.matches("no policy \"mine\"", select(2, pcall(policy, "mine")))
+        assert.equal("quest", policy("quest").name)
+      end)]])
+    has("\n1 passed, 0 failed", ok("test", "own_spec.lua"))
   end)
 
   it("leaves policies that are not finished out, by name, unless they are asked for",
@@ -103,9 +125,9 @@ describe("kvlab new #release", function()
       files.write(folder .. "/a.lua", 'require("kvlab").policy "empty"')
       local status, output = kvlab("run", "a.lua")
       assert.equal(1, status)
-      has("a.lua:1: the policy empty: ./policies/empty.lua returns true", output)
+      has("a.lua:1: the policy empty: ./policies/empty.lua returns nothing", output)
       for name, words in pairs {
-        empty = "./policies/empty.lua returns nil, expected what kv.policy.define "
+        empty = "./policies/empty.lua returns nothing, expected what kv.policy.define "
           .. "returns",
         half = "./policies/half.lua:1: unexpected symbol near '<eof>'",
         wrong = "./policies/wrong.lua:1: no" } do

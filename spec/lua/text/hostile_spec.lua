@@ -228,9 +228,8 @@ describe("without PCRE2 #release", function()
       local kv = require "kvlab"
       print(pcall(kv.tokenizer, kv.command_line.args[1]))
     ]], "script.lua")
-    local pipe = io.popen(files.shell_line { kv.paths.root .. "/build/bin/"
-      .. kv.paths.config .. "/kvlab", "run", script, goldens.folder .. "/gpt2.json" }
-      .. " 2>&1")
+    local pipe = io.popen(files.shell_line { kv.paths.executable, "run", script,
+      goldens.folder .. "/gpt2.json" } .. " 2>&1")
     local output = pipe:read "*a"
     pipe:close()
     assert.truthy(output:find("PCRE2 is not here: libpcre2-8.so.0, which splits text "
