@@ -13,7 +13,11 @@ local from, to = set.from or 1, set.to or 100
 local device, differ, failed = kv.device(), 0, 0
 for seed = from, to do
   local ok, why, count = pcall(scripts.differs, device, seed)
-  if ok then failed = failed + count else why = ("seed %d raises: %s"):format(seed, why) end
+  if ok then
+    failed = failed + count
+  else
+    why = ("seed %d raises: %s"):format(seed, why)
+  end
   if why then
     differ = differ + 1
     print(why)

@@ -29,12 +29,13 @@ local function setting(config, at)
   local budget = ffi.new("kvl_budget", BUDGET, 0, 0, 1, 2)
   local k = kv.policy.budget_blocks(budget, blocks)
   local order = kv.arange(at, "i32", seqs * blocks)
+  local scores = kv.tensor(at, "f32", { seqs, KV_HEADS, blocks })
   return {
     budget = budget, layer = 0, block_size = BLOCK,
     query = kv.randn(at, "bf16", { seqs, KV_HEADS * GROUP, DIM }, { seed = 1 }),
     tables = order:reshape { seqs, blocks },
     lens = kv.full(at, "i32", { seqs }, config.context),
-    scores = kv.tensor(at, "f32", { seqs, KV_HEADS, blocks }),
+    scores = scores, new_scores = function() return scores end,
     selection = kv.full(at, "i32", { seqs, KV_HEADS, k }, -1), shape = shape,
   }
 end

@@ -83,6 +83,7 @@ files.write(folder .. "/index.html", gallery.html(folder,
   "kvlab: what each experiment shows", table.concat(made, " · "), entries))
 print(folder .. "/index.html")
 if #failed > 0 then
+  io.stdout:flush() -- both streams may be one file
   error(("failed: %s; what they printed is in %s/NAME.txt"):format(
     table.concat(failed, ", "), folder), 0)
 end

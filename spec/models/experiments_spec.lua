@@ -27,6 +27,7 @@ describe("an experiment", function()
       { "23_endless", "prompts", "2x64,0x64", '"0x64", expected SEQUENCESxTOKENS' },
       { "24_heads", "recent", 4096, "recent 4096, expected less together than" },
       { "20_tokens_per_second", "memory", "hot", "policy is full, expected one that" },
+      { "01_recall", "format", "f8_latent", "f8_latent, expected" },
       { "02_offload_bytes", "context", "1024,0x400", '"0x400", expected a number' },
     }
     for _, file in ipairs(files.list(EXPERIMENTS)) do
@@ -78,6 +79,12 @@ dofile %q]]):format(compiler.level, EXPERIMENTS .. name .. ".lua"))
       assert.is_true(by == "oracle" or m.bytes_share < 0.42, by)
       assert.same({ 1, 0 }, { m.held_share, m.moved_share })
     end
+  end)
+
+  it("08_select_latency times the host by each way to choose", function()
+    local rows = run("08_select_latency", "--set context=1024")
+    assert.equal(3, #rows)
+    for _, row in ipairs(rows) do assert.is_true(row.metrics.select_us > 0) end
   end)
 
   it("11_nsa_recall finds what an indexer lists", function()

@@ -28,7 +28,8 @@ local reserved = {
   out = "use --out=DIR",
   quick = "use --quick", fresh = "--set fresh=true starts the results over",
   stale = "--set stale=keep keeps stale rows",
-  configs = "it is the list of configurations", repeats = "it says how many seeds to run",
+  configs = "it is the list of configurations",
+  repeats = "it says how many seeds an experiment runs",
 }
 
 local function fail(fmt, ...) error(fmt:format(...), 0) end
@@ -260,7 +261,7 @@ function M.override(grid, key, value, source)
   else
     if not grid.names[1] then fail("%s %s: there is nothing to set", source, key) end
     local names = { unpack(grid.names) }
-    names[#names + 1] = "repeats"
+    names[#names + 1] = grid.takes_repeats and "repeats" or nil
     fail("%s: nothing is called %s%s There is %s", source, key,
       hint(key, names):gsub("^$", "."), table.concat(names, ", "))
   end

@@ -195,6 +195,7 @@ end
 local function apply_options(spec, grid, given)
   local repeats, fresh = check_repeats(spec.repeats or 1, "experiment:"), false
   local keeps_stale = false
+  grid.takes_repeats = not spec.deterministic
   local function apply(values, source)
     for _, key in ipairs(sorted.keys(values)) do
       if key == "repeats" then

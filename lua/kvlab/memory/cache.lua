@@ -35,8 +35,8 @@ local M = {}
 ---@field journal kvlab.Journal  what a failed step takes back
 ---@field followers table      others with memory for each of its blocks, as keys: their
 --                             copy_blocks(from, to) copies along
----@field graphs table         recorded steps over the cache, as keys: they hold its memory,
---                             so they are closed with it
+---@field graphs table         recorded steps over the cache, as keys: they hold its
+--                             memory, so they are closed with it
 ---@field memory kvlab.Tensor  [layers, blocks, 2, kv_heads, block_size, head_dim], or u8
 --                             [layers, blocks, bytes] of int8, on the device or, with
 --                             offload, in pinned host memory; of tables by layer [1,

@@ -14,7 +14,7 @@ local quote, LETTER = gnuplot.quote, gnuplot.LETTER
 local LIMIT = "#707070" -- a limit is dashed, without markers, in a grey that no series
                         -- has
 
-local OTHERS = "#c8c8c8"
+local OTHERS = 'linespoints lw 1 pt 7 ps 0.3 lc rgb "#c8c8c8"'
 
 -- Pixels of a picture.
 local PANEL = { width = 330, height = 240 }
@@ -180,7 +180,8 @@ local function add_panel(out, p, index, axis, series, has_titles)
   if panel.focus then
     local block = ("panel%d_others"):format(index)
     add_others(out, p, panel, block)
-    items[1] = ("$%s with lines lw 1 lc rgb \"%s\" notitle"):format(block, OTHERS)
+    -- a series of one point has no line
+    items[1] = ("$%s with %s notitle"):format(block, OTHERS)
   end
   for i, name in ipairs(p.names) do
     local points = series[name]
@@ -262,7 +263,7 @@ local function legend_items(p)
     texts[#texts + 1] = text
   end
   if p.is_small then
-    add(("with lines lw 1 lc rgb \"%s\""):format(OTHERS), "the others")
+    add("with " .. OTHERS, "the others")
   end
   for i, name in ipairs(p.names) do
     local points = p.panels[1].series[name]

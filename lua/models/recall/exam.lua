@@ -74,9 +74,9 @@ end
 function M.check(o, policy)
   o = options.check("exam.check", o, M.OPTIONS)
   prompts.check(o.context, o.needles)
-  if not policy or (o.model or "recall") == "recall" then return end
-  local engine = model_of(o):engine { policy = policy, blocks = 1, chunk = 1,
-    max_seqs = 1, block_size = o.block_size, format = o.format, tables = o.tables }
+  local engine = model_of(o):engine { policy = policy, blocks = 8, chunk = 1,
+    max_seqs = 1, max_blocks = 8, block_size = o.block_size, format = o.format,
+    tables = o.tables, offload = o.offload }
   engine.cache:close()
 end
 

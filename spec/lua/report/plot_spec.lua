@@ -107,7 +107,7 @@ describe("plot", function()
     for name, drawn in script:gmatch "set title '(policy_%d+)'.-\nplot (.-)\nunset" do
       panels = panels + 1
       assert.equal(p.names[panels], name)
-      assert.equal(1, select(2, drawn:gsub("_others with lines lw 1 lc rgb", "")))
+      assert.equal(1, select(2, drawn:gsub("_others with linespoints lw 1", "")))
       for i = 1, 9 do -- no other has its colour; 10 is full's level, 11 the front
         local own = ("_%d with linespoints ls %d "):format(i, i)
         assert.equal(i == panels, drawn:find(own, 1, true) ~= nil)

@@ -108,6 +108,13 @@ kv.policy.names(
       assert.matches("^stdin:1: 'end' expected near '<eof>'", (feed "for i = 1, 2 do"))
     end)
 
+    it("names the line of a command of its own", function()
+      local output = feed 'z = 1\n:time zz.x\n:plot {1, 2, 3} p.gif\n'
+      assert.matches("\nstdin:2: attempt to index global 'zz'[^\n]*\n    :time zz.x\n",
+        output)
+      assert.matches("\na picture is a file that ends with %.svg, [^\n]*, not %.gif", output)
+    end)
+
     it("shows the user's line first, then the calls without its own", function()
       local output = feed [[
 function make(dtype)

@@ -23,7 +23,7 @@ local function refuse(fmt, ...) error(fmt:format(...), 0) end
 
 --- A text as a function in the session: an expression, or a statement.
 local function compile_for(session, text)
-  local chunk, problem = compile(text, "=" .. session:chunk_name(), 1)
+  local chunk, problem = compile(text, "=" .. session:chunk_name(), session:line())
   if not chunk then refuse("%s", problem) end
   return setfenv(chunk, session.scope.environment)
 end
@@ -161,6 +161,9 @@ commands.plot = { "VALUE [FILE]", "a tensor or a plot; as .svg, .pdf or .png",
       code, path = text, nil
     end
     if code == "" then refuse ":plot needs a tensor or a plot" end
+    if ending and not path and not compile(text, "=" .. session:chunk_name(), 1) then
+      refuse("a picture is a file that ends with .svg, .pdf or .png, not .%s", ending)
+    end
     local value = compile_for(session, code)()
     require("kvlab.shell.repl.picture").draw(value, path, code,
       { columns = session.columns(), colour = session.is_coloured })

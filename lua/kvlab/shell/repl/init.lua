@@ -145,6 +145,9 @@ end
 ---@return string
 function Session:chunk_name() return self.reader:chunk_name(self.number) end
 
+--- The line of the input on which a command stands.
+function Session:line() return self.is_terminal and 1 or self.reader.lines_read end
+
 --- One input; false at the end of all, and when no more can be read.
 function Session:step()
   local ok, chunk, text = pcall(self.reader.read, self.reader, self.number)
