@@ -112,7 +112,7 @@ kv.policy.names(
       local output = feed 'z = 1\n:time zz.x\n:plot {1, 2, 3} p.gif\n'
       assert.matches("\nstdin:2: attempt to index global 'zz'[^\n]*\n    :time zz.x\n",
         output)
-      assert.matches("\na picture is a file that ends with %.svg, [^\n]*, not %.gif", output)
+      assert.matches("\na picture is a file that ends with [^\n]*, not %.gif", output)
     end)
 
     it("shows the user's line first, then the calls without its own", function()
