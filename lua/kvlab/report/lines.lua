@@ -147,6 +147,26 @@ local function find_form(p, name)
   return p.style[name] == "limit" and "lines" or "linespoints"
 end
 
+--- How many later series of a panel have exactly the points of series number i.
+local function count_above(p, series, i)
+  local points, count = series[p.names[i]], 0
+  for j = i + 1, #p.names do
+    local other = series[p.names[j]] or {}
+    local is_same = #other == #points
+    for k = 1, is_same and #points or 0 do
+      is_same = is_same and other[k][1] == points[k][1] and other[k][2] == points[k][2]
+    end
+    count = count + (is_same and 1 or 0)
+  end
+  return count
+end
+
+--- What makes a series wider than those that are drawn over it.
+local function wider(p, series, i)
+  local count = count_above(p, series, i)
+  return count > 0 and (" lw %d ps %.1f"):format(2 + 2 * count, 0.8 + 0.3 * count) or ""
+end
+
 --- Adds the points of marked rows. Returns whether there are any.
 local function add_marked(out, name, points)
   local marked = {}
@@ -203,8 +223,8 @@ local function add_panel(out, p, index, axis, series, has_titles)
       end
       if is_point then
         add_block(out, block, points)
-        items[#items + 1] = ("$%s with %s ls %d %s"):format(block, find_form(p, name), i,
-          title)
+        items[#items + 1] = ("$%s with %s ls %d%s %s"):format(block,
+          find_form(p, name), i, wider(p, series, i), title)
       end
       if add_marked(out, block .. "_marked", points) then
         items[#items + 1] = ("$%s_marked %s notitle"):format(block, CIRCLE)

@@ -57,6 +57,20 @@ describe("plot", function()
     assert.is_false(p.logx)
   end)
 
+  it("draws a series wider than one with the same points, which lies on it", function()
+    local rows = {}
+    for i, policy in ipairs { "quest", "topk", "gsa" } do
+      for x = 1, 2 do
+        rows[#rows + 1] = { config = { policy = policy, x = x },
+                            metrics = { y = i < 3 and x or 2 * x } }
+      end
+    end
+    local script = lines.script(plot.lines(rows, { x = "x", y = "y", series = "policy" }))
+    assert.truthy(script:find("_1 with linespoints ls 1 lw 4 ps 1.1 notitle", 1, true))
+    assert.truthy(script:find("_2 with linespoints ls 2 notitle", 1, true))
+    assert.truthy(script:find("_3 with linespoints ls 3 notitle", 1, true))
+  end)
+
   it("names every series, panel and axis in the SVG", function()
     if not is_installed() then return pending "gnuplot is not installed" end
     local rows = make_rows { "oracle", "quest", "random" }
