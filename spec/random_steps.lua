@@ -1,5 +1,5 @@
 --- Plays random scripts of steps (spec/scripts.lua) for as many seeds as asked, and
--- prints those that differ.
+-- prints those that differ or raise.
 --
 --   ./kvlab run spec/random_steps.lua --set from=1 --set to=1000
 package.path = require("kvlab").paths.root .. "/?.lua;" .. package.path

@@ -109,6 +109,14 @@ function M.path_of(kind, name)
   return find(kind, name)[1]
 end
 
+--- The words of an error about what a file returned.
+---@param expected string
+function M.wrong(path, value, expected)
+  local is_nothing = value == nil or value == true -- require makes true of nothing
+  return ("%s returns %s, expected %s"):format(path,
+    is_nothing and "nothing" or options.shown(value), expected)
+end
+
 --- Calls fn(...), which runs the file `path`: pcall's results. An error has a position in
 -- the file. `return define {…}` is a tail call, which leaves no trace of the file, so the
 -- position that its error has is one of a caller of fn.

@@ -28,9 +28,10 @@ struct kvl_storage {
 };
 
 /* A graph holds a reference to all memory that it uses, because replays read and write there.
- * Memory that a step allocates while it is recorded belongs to the graph. During the recording the device's free lists are set aside. The step takes
- * memory that it freed itself; otherwise memory that was free on its stream before, which
- * then belongs to the graph; otherwise fresh memory. */
+ * Memory that a step allocates while it is recorded belongs to the graph. During the recording
+ * the device's free lists are set aside. The step takes memory that it freed itself; otherwise
+ * memory that was free on its stream before, which then belongs to the graph; otherwise fresh
+ * memory. */
 struct kvl__recording {
   kvl_graph *graph;
   int stream;            /* on which the recording began */

@@ -18,8 +18,8 @@ M.KIND = options.either({ "the name of an eviction", options.string[2] },
 function M.open(name, given, level)
   local make, path = named.open("evictions", "eviction", name, level + 1)
   if type(make) ~= "table" or not make.makes_eviction then
-    options.fail(("the eviction %s: %s returns %s, expected what kv.eviction.define "
-      .. "returns"):format(name, path, options.shown(make)), level + 1)
+    options.fail(("the eviction %s: %s"):format(name,
+      named.wrong(path, make, "what kv.eviction.define returns")), level + 1)
   end
   sources.use(path)
   return make(given)

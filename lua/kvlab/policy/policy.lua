@@ -653,9 +653,7 @@ end
 --- Why the value of a policy's file makes no policies; nil if it does.
 local function why_none(path, make)
   if type(make) == "function" then return nil end
-  local is_nothing = make == nil or make == true -- require makes true of nothing
-  return ("%s returns %s, expected what kv.policy.define returns"):format(path,
-    is_nothing and "nothing" or options.shown(make))
+  return named.wrong(path, make, "what kv.policy.define returns")
 end
 
 --- The policy of a file with its defaults; nil for a file that is not finished.

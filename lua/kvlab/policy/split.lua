@@ -136,8 +136,7 @@ function M.names() return named.list "splits" end
 local function open(name, given)
   local make, path = named.open("splits", "split", name, 3)
   if type(make) ~= "function" then
-    options.fail(("%s returns %s, expected what kv.split.define returns"):format(path,
-      options.shown(make)))
+    options.fail(named.wrong(path, make, "what kv.split.define returns"))
   end
   local self = make(given)
   if type(self) ~= "table" or not M.KIND[2](self) then

@@ -90,8 +90,7 @@ local function open_priority(given)
   if type(given) ~= "string" then return given end
   local priority, path = named.open("priorities", "priority", given, 4)
   if not options.callable[2](priority) then
-    options.fail(("%s returns %s, expected a function of a request and a view"):format(
-      path, options.shown(priority)), 5)
+    options.fail(named.wrong(path, priority, "a function of a request and a view"), 5)
   end
   sources.use(path)
   return priority

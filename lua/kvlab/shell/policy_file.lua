@@ -1,6 +1,5 @@
 --- A policy of a file that the command line names, wherever it lies.
 local named = require "kvlab.named"
-local options = require "kvlab.options"
 
 --- Gives the policy of a file its name, under which kv.policy then finds it. Raises if
 -- the file holds no policy.
@@ -12,8 +11,7 @@ return function(path)
   local ok, make = named.load(path, chunk)
   if not ok then error(make, 0) end
   if type(make) ~= "function" then
-    error(("%s returns %s, expected what kv.policy.define returns"):format(path,
-      make == nil and "nothing" or options.shown(make)), 0)
+    error(named.wrong(path, make, "what kv.policy.define returns"), 0)
   end
   local name = make().name
   named.give("policies", name, path, make)

@@ -270,8 +270,7 @@ end
 local function find(name)
   local new, path = named.open("tasks", "task", name, 3)
   if definitions[new] then return new, path end
-  return options.fail(("%s returned a %s, expected what kv.task.define returns"):format(
-    path, type(new)))
+  return options.fail(named.wrong(path, new, "what kv.task.define returns"))
 end
 
 local VARY = { name = options.required(options.string), defaults = options.table }

@@ -584,8 +584,8 @@ describe("server", function()
     files.make_folder(path .. "/priorities")
     files.write(path .. "/priorities/empty.lua", "")
     kv.command_line.path = path
-    local ok, why = pcall(refuses, path .. "/priorities/empty.lua returns true, expected "
-      .. "a function of a request and a view", with { priority = "empty" })
+    local ok, why = pcall(refuses, path .. "/priorities/empty.lua returns nothing, "
+      .. "expected a function of a request and a view", with { priority = "empty" })
     kv.command_line.path = given
     assert(ok, why)
     refuses("max_tokens is 3, expected a whole number >= max_seqs = 16",

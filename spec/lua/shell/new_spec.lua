@@ -97,6 +97,17 @@ describe("kvlab new #release", function()
     has("kvlab: " .. words, (select(2, kvlab("test", "policy", "typo"))))
   end)
 
+  it("says of an empty file of any kind that it returns nothing", function()
+    for _, kind in ipairs { "split", "eviction", "task" } do
+      files.make_folder(("%s/%ss"):format(folder, kind))
+      files.write(("%s/%ss/empty.lua"):format(folder, kind), "")
+      files.write(folder .. "/a.lua",
+        ('print(pcall(require("kvlab").%s, "empty"))'):format(kind))
+      has(("./%ss/empty.lua returns nothing, expected what kv.%s.define returns")
+        :format(kind, kind), ok("run", "a.lua"))
+    end
+  end)
+
   it("makes files that no other spec finds", function()
     files.make_folder(folder .. "/policies")
     files.write(folder .. "/policies/mine.lua", "")
