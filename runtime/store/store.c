@@ -33,10 +33,11 @@ void kvl__store_trouble(kvl_store *store, _Atomic int64_t *counter, const char *
   vsnprintf(store->problem, sizeof store->problem, format, list);
   pthread_mutex_unlock(&store->problem_lock);
   va_end(list);
-  atomic_fetch_add(counter, 1);
+  if (counter) atomic_fetch_add(counter, 1);
 }
 
-/* Counts a damaged record and keeps a message that says which one and why. Returns 0. */
+/* Counts a damaged record and keeps a message that says which one and why. Returns
+ * KVL__DAMAGED. */
 static int damaged(kvl_store *store, const struct kvl__name *name, const char *what,
                    uint64_t got, uint64_t expected) {
   uint64_t lo, hi;
@@ -48,7 +49,7 @@ static int damaged(kvl_store *store, const struct kvl__name *name, const char *w
                      "%s store: record %016llx%016llx part %u: %s is %llu, expected %llu",
                      store->backend->scheme, (unsigned long long)hi, (unsigned long long)lo,
                      part, what, (unsigned long long)got, (unsigned long long)expected);
-  return 0;
+  return KVL__DAMAGED;
 }
 
 int kvl__store_accept(kvl_store *store, const struct kvl__name *name, const void *record,
@@ -62,10 +63,13 @@ int kvl__store_accept(kvl_store *store, const struct kvl__name *name, const void
   if (head.version != VERSION) return damaged(store, name, "version", head.version, VERSION);
   if (head.bytes != bytes - sizeof head)
     return damaged(store, name, "its size", bytes - sizeof head, head.bytes);
-  if (head.bytes != n) return damaged(store, name, "its length", head.bytes, n);
-  uint64_t checksum = kvl__record_checksum(name, payload, n);
+  uint64_t checksum = kvl__record_checksum(name, payload, head.bytes);
   if (head.checksum != checksum)
     return damaged(store, name, "checksum", checksum, head.checksum);
+  if (head.bytes != n) {
+    damaged(store, name, "its length", head.bytes, n);
+    return 0;
+  }
   if (n > 0) memcpy(out, payload, n);
   return 1;
 }
@@ -172,6 +176,10 @@ int kvl_store_get(kvl_store *store, const kvl_key *key, int part, void *bytes, i
   if (status < 0) return status;
   struct kvl__name name = name_of(key, part);
   status = store->backend->get(store, &name, bytes, (size_t)n);
+  if (status == KVL__DAMAGED) { /* or it would be found, and never be put again */
+    store->backend->remove(store, &name);
+    status = 0;
+  }
   atomic_fetch_add(status == 1 ? &store->hits : &store->misses, 1);
   if (status == 1) atomic_fetch_add(&store->bytes_read, n);
   return status;

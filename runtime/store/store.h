@@ -37,7 +37,8 @@ struct kvl__store_backend {
    * kvl__store_trouble; or a status. */
   int (*put)(kvl_store *store, const struct kvl__name *name, const struct kvl__head *head,
              const void *bytes);
-  /* Passes the record to kvl__store_accept and returns its answer, or 0 if there is none. */
+  /* Passes the record to kvl__store_accept and returns its answer, or 0 if there is none.
+   * Returns KVL__DAMAGED, too, for what is there under this name and is no record. */
   int (*get)(kvl_store *store, const struct kvl__name *name, void *out, size_t n);
   /* Sets found[i] to whether names[i] is there. */
   void (*find)(kvl_store *store, const struct kvl__name *names, int n, uint8_t *found);
@@ -61,10 +62,13 @@ struct kvl_store {
 };
 
 /* Checks that the `bytes` bytes at `record` are a head and n bytes that were put under
- * this name, and copies the n bytes to `out`. Returns 1, or 0 after counting the damage. */
+ * this name, and copies the n bytes to `out`. Returns 1, or counts the damage and returns
+ * KVL__DAMAGED, or 0 if another number of bytes was put, as from another cache. */
+enum { KVL__DAMAGED = 2 };
 int kvl__store_accept(kvl_store *store, const struct kvl__name *name, const void *record,
                       size_t bytes, void *out, size_t n);
-/* Adds one to `counter` (&store->damaged or &store->errors) and keeps the message. */
+/* Keeps the message, and adds one to `counter`: &store->damaged, &store->errors, or NULL, if
+ * the trouble goes on and is counted already. */
 void kvl__store_trouble(kvl_store *store, _Atomic int64_t *counter, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 

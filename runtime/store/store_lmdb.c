@@ -209,7 +209,7 @@ static int lmdb_get(kvl_store *store, const struct kvl__name *name, void *out, s
   if (!code) status = kvl__store_accept(store, name, value.mv_data, value.mv_size, out, n);
   kvl__lmdb_abort(l->file, txn);
   if (code && code != MDB_NOTFOUND) return trouble(store, "get", code);
-  if (status) {
+  if (status == 1) {
     touch(l, name);
     file_touches_from(store, TOUCHES);
   }

@@ -9,6 +9,7 @@
  * transaction valid, so a kill at any time leaves the file whole. If the machine goes
  * down, that order is lost: unsynced.c detects this, and the store starts empty. */
 #include <errno.h>
+#include <fcntl.h>
 #include <libgen.h>
 #include <limits.h>
 #include <sys/stat.h>
@@ -203,10 +204,26 @@ static int open_trees(struct kvl__lmdb *l, MDB_txn *txn) {
   return code;
 }
 
+/* Gives the lock file its room on the disk. LMDB makes it with a hole and writes there through a
+ * map, which on a full disk would kill the process. Returns 0 or an errno. */
+static int reserve_lock(const char *path) {
+  enum { LOCK_BYTES = (READERS_MAX + 2) * 64 };
+  char name[PATH_MAX];
+  struct stat st;
+  if (snprintf(name, sizeof name, "%s-lock", path) >= PATH_MAX) return ENAMETOOLONG;
+  int fd = open(name, O_RDWR | O_CREAT | O_CLOEXEC, 0666), code = 0;
+  if (fd < 0) return errno;
+  if (fstat(fd, &st) < 0) code = errno;
+  else code = posix_fallocate(fd, 0, st.st_size ? st.st_size : LOCK_BYTES);
+  close(fd);
+  return code;
+}
+
 static int open_file(struct kvl__lmdb *l) {
   MDB_txn *txn;
   struct stat st;
-  int fd, code = mdb_env_create(&l->env);
+  int fd, code = reserve_lock(l->path);
+  if (!code) code = mdb_env_create(&l->env);
   if (code) return code;
   mdb_env_set_maxdbs(l->env, 3);
   mdb_env_set_maxreaders(l->env, READERS_MAX);

@@ -238,6 +238,7 @@ static int ask(const struct redis *r, redisContext *c, int64_t deadline, int n,
 static const char *words_of(redisContext *c, int code) {
   return code == ETIMEDOUT  ? "no answer in time"
          : code == EMSGSIZE ? "a reply that is none to a store, or is longer than the record"
+         : code == ENOMSG   ? "a reply of another kind than the command has"
          : code == EPROTO   ? c->errstr
                             : strerror(code);
 }
@@ -338,7 +339,8 @@ static int take(kvl_store *store, struct link *out) {
     if (link.context) r->is_out = 0;
     else if (is_retry) r->retry_ns = kvl_clock_ns() + r->wait_ms * (int64_t)1000000;
     pthread_mutex_unlock(&r->lock);
-    if (!link.context && !is_retry) lost(store, link.outages, why);
+    if (!link.context && is_retry) kvl__store_trouble(store, NULL, "%s: %s", r->words, why);
+    else if (!link.context) lost(store, link.outages, why);
   }
   *out = link;
   return link.context != NULL;
@@ -354,8 +356,9 @@ static void give_back(kvl_store *store, struct link link) {
 }
 
 /* Sends the parts on a connection and passes each of the n replies, of at most `most` bytes,
- * to `each`. Returns 1 if all of them came. */
-static int exchange(kvl_store *store, struct iovec *parts, int parts_count, int n,
+ * to `each`: replies of `type`, errors, which are counted, and for a text that there is none.
+ * Any other reply belongs to another command. Returns 1 if all of them came. */
+static int exchange(kvl_store *store, struct iovec *parts, int parts_count, int n, int type,
                     size_t most, void (*each)(void *to, int i, const redisReply *reply),
                     void *to) {
   struct redis *r = store->state;
@@ -371,7 +374,10 @@ static int exchange(kvl_store *store, struct iovec *parts, int parts_count, int 
     if (code) break;
     if (reply->type == REDIS_REPLY_ERROR)
       kvl__store_trouble(store, &store->errors, "%s: %s", r->words, reply->str);
-    each(to, i, reply);
+    else if (reply->type != type &&
+             !(type == REDIS_REPLY_STRING && reply->type == REDIS_REPLY_NIL))
+      code = ENOMSG;
+    if (!code) each(to, i, reply);
     freeReplyObject(reply);
   }
   if (code) {
@@ -428,6 +434,8 @@ static void take_record(void *to, int i, const redisReply *reply) {
   if (reply->type == REDIS_REPLY_STRING)
     t->status = kvl__store_accept(t->store, t->name, reply->str, (size_t)reply->len, t->out,
                                   t->n);
+  else if (reply->type == REDIS_REPLY_ERROR && !strncmp(reply->str, "WRONGTYPE", 9))
+    t->status = KVL__DAMAGED; /* a list, say */
 }
 
 static int redis_put(kvl_store *store, const struct kvl__name *name,
@@ -441,7 +449,7 @@ static int redis_put(kvl_store *store, const struct kvl__name *name,
                           {(void *)head, sizeof *head},
                           {(void *)bytes, head->bytes},
                           {"\r\n", 2}};
-  exchange(store, parts, 4, 1, REPLY_MAX, take_status, &status);
+  exchange(store, parts, 4, 1, REDIS_REPLY_STATUS, REPLY_MAX, take_status, &status);
   return status;
 }
 
@@ -449,7 +457,8 @@ static int redis_get(kvl_store *store, const struct kvl__name *name, void *out, 
   char text[KEY_BYTES + 64];
   struct taken taken = {store, name, out, n, 0};
   struct iovec part = {text, (size_t)format(text, sizeof text, "GET", name)};
-  exchange(store, &part, 1, 1, sizeof(struct kvl__head) + n + REPLY_MAX, take_record, &taken);
+  exchange(store, &part, 1, 1, REDIS_REPLY_STRING, sizeof(struct kvl__head) + n + REPLY_MAX,
+           take_record, &taken);
   return taken.status;
 }
 
@@ -464,7 +473,7 @@ static void redis_find(kvl_store *store, const struct kvl__name *names, int n,
     for (int i = 0; i < count; i++)
       length += (size_t)format(text + length, sizeof text - length, "EXISTS", &names[at + i]);
     struct iovec part = {text, length};
-    if (!exchange(store, &part, 1, count, REPLY_MAX, take_integer, found + at)) return;
+    if (!exchange(store, &part, 1, count, REDIS_REPLY_INTEGER, REPLY_MAX, take_integer, found + at)) return;
   }
 }
 
@@ -472,13 +481,13 @@ static int redis_remove(kvl_store *store, const struct kvl__name *name) {
   char text[KEY_BYTES + 64];
   uint8_t removed = 0;
   struct iovec part = {text, (size_t)format(text, sizeof text, "DEL", name)};
-  exchange(store, &part, 1, 1, REPLY_MAX, take_integer, &removed);
+  exchange(store, &part, 1, 1, REDIS_REPLY_INTEGER, REPLY_MAX, take_integer, &removed);
   return removed;
 }
 
 static void redis_held(kvl_store *store, kvl_store_stats *out) {
   struct iovec part = {"*1\r\n$6\r\nDBSIZE\r\n", 16};
-  exchange(store, &part, 1, 1, REPLY_MAX, take_count, &out->records);
+  exchange(store, &part, 1, 1, REDIS_REPLY_INTEGER, REPLY_MAX, take_count, &out->records);
 }
 
 static void redis_close(kvl_store *store) {

@@ -33,4 +33,17 @@ describe("a store in a file that cannot grow", function()
     assert.matches("^true\ttrue\tlmdb store: /%S+: put: a page was not written whole "
       .. "%(Input/output error%): the disk is full", text)
   end)
+
+  -- a disk of its own, where the system lets anybody mount one
+  local mounts = "unshare -rm sh -c 'mount -t tmpfs -o size=64k none %s%s' 2>&1"
+  if os.execute(mounts:format("/mnt", "")) ~= 0 then return end
+  it("cannot be made on a full disk", function()
+    local script = temporary.file([[
+      print(pcall(require("kvlab").store, "lmdb:/mnt/blocks.lmdb"))]], "open.lua")
+    local pipe = io.popen(mounts:format("/mnt", " && head -c 65536 /dev/zero > /mnt/all; "
+      .. files.shell_line { kv.paths.executable, "run", "--device=cpu", script }))
+    local text = pipe:read "*a"
+    pipe:close()
+    assert.matches("^false\t%S+: lmdb store: /mnt/blocks.lmdb: No space left on device", text)
+  end)
 end)
