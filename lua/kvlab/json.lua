@@ -26,6 +26,9 @@ local int64, uint64 = ffi.typeof "int64_t", ffi.typeof "uint64_t"
 ---@return table  # the same table
 function M.array(list) return setmetatable(list, array_mt) end
 
+--- Is a table an array, as encode sees it?
+function M.is_array(t) return t[1] ~= nil or getmetatable(t) == array_mt end
+
 local escapes = {
   ["\""] = "\\\"", ["\\"] = "\\\\", ["\b"] = "\\b", ["\f"] = "\\f", ["\n"] = "\\n",
   ["\r"] = "\\r", ["\t"] = "\\t",
@@ -93,7 +96,7 @@ local function encode_table(value, state, path, level)
   if level > DEPTH_MAX then error(path .. " is nested too deeply, or in itself", 0) end
   rest()
   local items = {}
-  if value[1] ~= nil or getmetatable(value) == array_mt then
+  if M.is_array(value) then
     if count(value) ~= #value then error(path .. " has list items and other keys", 0) end
     local is_flat = true
     for i, item in ipairs(value) do

@@ -42,7 +42,7 @@ local DRAFT = {
 --- A draft: an object of these fields, or false for none.
 local function draft_of(name, x)
   if x == false then return false end
-  if type(x) ~= "table" or x[1] ~= nil then
+  if type(x) ~= "table" or json.is_array(x) then
     fields.refuse(name, x, "an object or false")
   end
   local known = {}
@@ -142,7 +142,7 @@ local function prompt_of(self, name, x)
       .. " is empty, expected a token or more") end
     return { ids = ids, text = x }
   end
-  if type(x) ~= "table" or next(x) ~= nil and x[1] == nil then
+  if type(x) ~= "table" or not json.is_array(x) then
     fields.refuse(name, x, "a string or an array of token ids")
   end
   if #x == 0 then problem.wrong(name, name .. " is empty, expected a token or more") end

@@ -16,7 +16,9 @@ local ITEMS_PART = 2 ^ 10 -- of an array, between two rests
 --- A value in the words of an error.
 local function shown(value)
   if value == json.null or value == nil then return "null" end
-  if type(value) == "table" then return value[1] ~= nil and "an array" or "an object" end
+  if type(value) == "table" then
+    return json.is_array(value) and "an array" or "an object"
+  end
   if type(value) == "string" then return problem.quoted(value) end
   return tostring(value)
 end
@@ -60,16 +62,14 @@ function M.string(name, x)
 end
 
 function M.object(name, x)
-  if type(x) ~= "table" or x[1] ~= nil then refuse(name, x, "an object") end
+  if type(x) ~= "table" or json.is_array(x) then refuse(name, x, "an object") end
   return x
 end
 
 --- An array, each of whose items is of a kind.
 function M.list(kind, most)
   return function(name, x)
-    if type(x) ~= "table" or next(x) ~= nil and x[1] == nil then
-      refuse(name, x, "an array")
-    end
+    if type(x) ~= "table" or not json.is_array(x) then refuse(name, x, "an array") end
     if #x > most then
       problem.wrong(name, ("%s has %d items, expected %d or fewer"):format(name, #x,
         most))

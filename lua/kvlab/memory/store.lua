@@ -78,6 +78,8 @@ end
 local function open(url, o)
   if type(url) ~= "string" then
     error(("store: url is %s, expected a string"):format(tostring(url)), 2)
+  elseif url:find("%z") then
+    error("store: url has a byte 0", 2)
   end
   o = options.check("store", o, OPTIONS)
   local handle = protected.open(C.kvl_store_close, out_store, C.kvl_store_open, url,
