@@ -1,20 +1,21 @@
 --- Random: draws blocks uniformly, again for every token, layer and KV head. Every policy
 -- should beat it.
--- Score   a Philox number in (0, 1] from seed, length and layer; the same on every device
+-- Score   a Philox number in (0, 1] from seed, length, block, layer and head: the same on
+--         every device, in any batch, and for a token of a draft
 -- Cost    reads no keys to score
 -- Fails   always: at a ratio r it keeps a given block with probability about r
 local kv = require "kvlab"
 
---- The tensors for steps of a shape. The draws of a block lie together, so that they do
--- not depend on the width of a step.
+local HEADS_MOST = 1024 -- of a model whose heads have tables of their own
+
+--- The tensors for steps of a shape. A sequence's draws for a block lie together, so that
+-- they do not depend on the width of a step.
 local function new_room(ctx)
-  local rows, draws = ctx.seqs * ctx.kv_heads, {}
-  for layer = 0, ctx.layers - 1 do
-    draws[layer] = kv.tensor(ctx.device, "f32", { 1, ctx.width * rows })
-  end
-  local places = kv.arange(ctx.device, "i32", rows):reshape { rows, 1 }
-    + kv.arange(ctx.device, "i32", ctx.width, 0, rows)
-  return { draws = draws, places = places:reshape { 1, rows * ctx.width } }
+  local seqs, layers, heads, width = ctx.seqs, ctx.layers, ctx.kv_heads, ctx.width
+  local function room(...) return kv.tensor(ctx.device, "f32", { ... }) end
+  return { drawn = room(seqs, width, layers * heads),
+           turned = room(seqs, layers * heads, width),
+           scores = room(layers, seqs, heads * width) }
 end
 
 return kv.policy.define {
@@ -26,13 +27,17 @@ return kv.policy.define {
   step_begin = function(self, ctx)
     local room = self.rooms[ctx.shape_number] or kv.lasting(new_room, ctx)
     self.rooms[ctx.shape_number] = room
-    for layer = 0, ctx.layers - 1 do
-      room.draws[layer]:rand_(self.seed, ctx.total_kv_len * ctx.layers + layer)
+    for i, seq in ipairs(ctx.sequences) do
+      local head = seq.head or 0 -- where tables are by head
+      room.drawn:index(i - 1):rand_(self.seed, seq:step_length() * HEADS_MOST + head)
     end
+    room.drawn:transpose(1, 2, room.turned)
+    room.turned:reshape { ctx.seqs, ctx.layers, ctx.kv_heads * ctx.width }
+      :transpose(0, 1, room.scores)
   end,
   score = function(self, ctx)
-    local room, scores = self.rooms[ctx.shape_number], ctx:new_scores()
-    room.draws[ctx.layer]:gather(room.places, scores:reshape(room.places:dims()))
-    return scores
+    local scores = ctx:new_scores()
+    return scores:copy_(self.rooms[ctx.shape_number].scores:index(ctx.layer)
+      :reshape(scores:dims()))
   end,
 }

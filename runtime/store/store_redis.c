@@ -473,7 +473,9 @@ static void redis_find(kvl_store *store, const struct kvl__name *names, int n,
     for (int i = 0; i < count; i++)
       length += (size_t)format(text + length, sizeof text - length, "EXISTS", &names[at + i]);
     struct iovec part = {text, length};
-    if (!exchange(store, &part, 1, count, REDIS_REPLY_INTEGER, REPLY_MAX, take_integer, found + at)) return;
+    if (!exchange(store, &part, 1, count, REDIS_REPLY_INTEGER, REPLY_MAX, take_integer,
+                  found + at))
+      return;
   }
 }
 

@@ -382,7 +382,6 @@ local function contract(name, dev, nth)
   end)
 
   it("gives a sequence in a batch what it gives it alone", function()
-    if name == "random" then return end -- draws over the whole batch
     local o = { policy = name, options = third(name), lengths = { 250, 90 },
                 steps = 2 }
     local both = rig.decode(dev, o)
@@ -406,7 +405,7 @@ local function contract(name, dev, nth)
     o.before, o.chunk = nil, 16
     runs[4] = rig.decode(dev, o)
     o.chunk, o.lengths = nil, { 195, 90 }
-    runs[5] = name ~= "random" and rig.decode(dev, o) or nil -- draws over the whole batch
+    runs[5] = rig.decode(dev, o)
     for k, run in ipairs(runs) do
       for i, step in ipairs(alone.steps) do
         support.close(run.steps[i].out:index(0), step.out:index(0), 2e-6, 2e-6,

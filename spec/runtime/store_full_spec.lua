@@ -44,6 +44,7 @@ describe("a store in a file that cannot grow", function()
       .. files.shell_line { kv.paths.executable, "run", "--device=cpu", script }))
     local text = pipe:read "*a"
     pipe:close()
-    assert.matches("^false\t%S+: lmdb store: /mnt/blocks.lmdb: No space left on device", text)
+    assert.matches("^false\t%S+: lmdb store: /mnt/blocks.lmdb: No space left on device",
+      text)
   end)
 end)

@@ -77,12 +77,12 @@ function Rows:begin(batch, before, open_limit)
     local seq, n = batch.seqs[i], batch.counts[i]
     local length = seq:length()
     self.first[i], self.own[i] = row + 1, n
-    for _ = 1, n do
+    for nth = 0, n - 1 do
       row = row + 1
       local view = self.pool[row] or {}
       self.pool[row] = view
       seqs[row] = sequence.view(view, seq, length - n + 1 - self.before)
-      view.row = row
+      view.row, view.past = row, (batch.tree and n - 1 or nth) + self.before
       self.counts[row] = 1
     end
   end
@@ -120,12 +120,8 @@ end
 
 --- Gives the views of sequences the lengths of their rows, after step_begin.
 function Rows:lengthen()
-  for i = 1, #self.own do
-    for row = self.first[i], self.first[i] + self.own[i] - 1 do
-      local past = self.batch.tree and self.own[i] - 1 or row - self.first[i]
-      local view = self.seqs[row]
-      view.view_of_length = view.view_of_length + past + self.before
-    end
+  for _, view in ipairs(self.seqs) do
+    view.view_of_length, view.past = view.view_of_length + view.past, 0
   end
 end
 

@@ -46,6 +46,9 @@ local handle_of = M.handle
 
 --- The number of tokens of the text so far.
 function Sequence:length() return C.kvl_sequence_length(handle_of(self)) end
+--- The number of tokens with those of the step: of a row of a step of several new tokens
+-- (rows.lua), up to its own. In step_begin, `length` is that of the first row.
+function Sequence:step_length() return self:length() + (rawget(self, "past") or 0) end
 --- The number of blocks held by the longest table.
 function Sequence:blocks() return C.kvl_sequence_blocks(handle_of(self)) end
 
@@ -216,6 +219,7 @@ end
 function M.view(view, seq, length)
   view.base, view.cache, view.state, view.view_of_length = seq, seq.cache, seq.state,
     length
+  view.head = rawget(seq, "head")
   if view.length ~= view_length then
     view.length, view.blocks, view.table = view_length, view_blocks, view_table
     setmetatable(view, Sequence)
