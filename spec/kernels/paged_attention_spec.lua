@@ -621,8 +621,97 @@ describe("paged attention", function()
   end)
 end)
 
+-- ---- long prefills, whose pages are unpacked first --------------------------------
+
+local HEADS, KV_HEADS, SIZE = 32, 2, 16
+
+--- Long prefills: of the last n of `keys` tokens of two sequences, in blocks of SIZE.
+local LONG = {
+  { head_dim = 72, dtype = "bf16" }, { head_dim = 88, dtype = "f16", window = 700 },
+  { head_dim = 80, dtype = "bf16", soft_cap = 9, alibi = true },
+  { head_dim = 136, dtype = "f16", n = 2048, keys = 8192 },
+  { head_dim = 64, dtype = "f8e4m3", q = "f16" }, { head_dim = 256, dtype = "f8e4m3" },
+  { head_dim = 144, dtype = "f8e4m3", causal = false },
+  { head_dim = 128, dtype = "int8", q = "f16" }, { head_dim = 80, dtype = "int8" },
+  { head_dim = 256, dtype = "int8", window = 700 },
+  { head_dim = 128, dtype = "bf16", pinned = true },
+  { head_dim = 64, dtype = "int8", pinned = true, soft_cap = 9 },
+}
+
+--- The arguments of a case, but for q and what says which tokens it has; and all of q.
+local function long_inputs(dev, c)
+  local n, keys, dim = c.n or 1024, c.keys or 4096, c.head_dim
+  local blocks = 2 * keys / SIZE
+  local values = kv.randn(dev, "f32", { blocks, 2, KV_HEADS, SIZE, dim }, { seed = 5 })
+  local memory, format
+  if c.dtype == "int8" then
+    memory, format = support.int8_pages(values)
+  else
+    memory = values:cast(c.dtype)
+    format = support.format_of(memory)
+  end
+  if c.pinned then memory = kv.pinned(dev, memory:type(), memory:dims()):copy_(memory) end
+  local order = support.distinct(support.rng(3), blocks, blocks)
+  local q_dtype = c.q or (c.dtype == "f16" and "f16" or "bf16")
+  local q = kv.randn(dev, q_dtype, { 2 * n, HEADS, dim }, { seed = 6, std = 2 })
+  return { cache = memory, format = format, window = c.window, soft_cap = c.soft_cap,
+    causal = c.causal ~= false,
+    alibi = c.alibi and kv.rand(dev, "f32", { HEADS }, { seed = 7 }) * 0.01 or nil,
+    tables = kv.from(dev, "i32", { 2, blocks / 2 }, order) }, q, n, keys
+end
+
+--- Attends with `count` tokens of each sequence, from its token `first` on, of n.
+local function attend_to(inputs, q, n, keys, first, count)
+  local dev, shape = q.device, { 2 * count, HEADS, q:size(2) }
+  local rows = q:reshape { 2, n, HEADS, q:size(2) }:narrow(first, count, 1)
+  -- the second sequence lacks its last seven tokens
+  local lens = { keys - n + first + count, keys - 7 - n + first + count }
+  if not inputs.causal then lens = { keys, keys - 7 } end
+  local call = { q = rows:clone():reshape(shape), lens = kv.from(dev, "i32", lens),
+    starts = kv.from(dev, "i32", { 0, count, 2 * count }),
+    out = support.poisoned(dev, "f32", shape),
+    lse = support.poisoned(dev, "f32", { 2 * count, HEADS }) }
+  for name, value in pairs(inputs) do call[name] = value end
+  kv.ops.paged_attention(call)
+  return call.out:reshape { 2, count, HEADS, q:size(2) }, call.lse, call
+end
+
 describe("paged attention on CUDA #gpu", function()
   for _, t in ipairs(topics) do
     support.it_on_gpu(t.name, function(cuda, cpu) check_gpu(cuda, cpu, t.cases) end)
   end
+
+  for i, c in ipairs(LONG) do
+    support.it_on_gpu(("gives a long prefill what its tokens get in short ones: %d")
+      :format(i), function(cuda)
+      local inputs, q, n, keys = long_inputs(cuda, c)
+      local all = attend_to(inputs, q, n, keys, 0, n)
+      for _, first in ipairs { 0, 777, n - 8 } do
+        local part = attend_to(inputs, q, n, keys, first, 8)
+        support.close(all:narrow(first, 8, 1):clone(), part, 0.03, 0.01,
+          "from token " .. first)
+      end
+    end)
+  end
+
+  support.it_on_gpu("gives a long prefill over int8 what the same numbers in bf16 give",
+    function(cuda)
+      for _, pinned in ipairs { false, true } do
+        local inputs, q, n, keys = long_inputs(cuda, { head_dim = 128, dtype = "int8",
+          pinned = pinned })
+        local out, lse = attend_to(inputs, q, n, keys, 0, n)
+        local blocks = inputs.tables:size(0) * inputs.tables:size(1)
+        local shape, parts = { blocks, KV_HEADS, SIZE, 128 }, {}
+        for i = 1, 2 do parts[i] = kv.tensor(cuda, "bf16", shape) end
+        kv.ops.read_blocks(inputs.cache, kv.arange(cuda, "i32", blocks), parts[1],
+          parts[2], inputs.format)
+        table.insert(shape, 2, 1)
+        for i = 1, 2 do parts[i] = parts[i]:reshape(shape) end
+        local plain = kv.cat(parts, 1)
+        inputs.cache, inputs.format = plain, support.format_of(plain)
+        local want, want_lse = attend_to(inputs, q, n, keys, 0, n)
+        support.equal(out, want, "out")
+        support.equal(lse, want_lse, "lse")
+      end
+    end)
 end)

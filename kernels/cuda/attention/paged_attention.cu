@@ -26,6 +26,7 @@
  *           paged_wgmma.cuh    16-bit q on Hopper, several new tokens a sequence or groups of
  *                              more than 16 heads: TMA, wgmma, split-KV where there are few
  *                              rows; wgmma_plan.cuh divides its work
+ *           unpack_pages.cuh   before it in long prefills: pages as it reads them fastest
  *           paged_prefill.cuh  16-bit prefill elsewhere, split-KV where there are few tokens
  *           paged_mend.cuh     after both: rows in which V of unseen keys was NaN
  *           paged_f32.cuh      f32 q, decode and prefill, fp32 FMA
@@ -61,6 +62,7 @@
 #include "cuda/attention/paged_f32.cuh"
 #include "cuda/attention/paged_mend.cuh"
 #include "cuda/attention/paged_prefill.cuh"
+#include "cuda/attention/unpack_pages.cuh"
 #include "cuda/attention/wgmma_launch.cuh"
 
 namespace kvl {
@@ -444,7 +446,7 @@ template <class T> int launch_16bit_prefill(const hooked &h, const kvl_cuda_queu
         using C = typename decltype(of)::C;
         return launch_wgmma<std::conditional_t<same<C, f8e4m3>, __half, T>, C>(a, q);
       });
-    return with_wgmma_dim(a.cache.key.dim,
+    return with_wgmma_dim(a.cache,
                           [&](auto dim) { return launch_hooked_wgmma<T, dim.value>(h, q); });
   }
   return with_codec<T>(a.cache.codec, [&](auto of) {
@@ -461,7 +463,55 @@ template <class T> int launch_16bit_decode(const hooked &h, const kvl_cuda_queue
   });
 }
 
+/* The same prefill over unpacked pages (unpack_pages.cuh). */
+hooked after_unpacking(const hooked &h) {
+  const unpacked_place place = place_unpacked(h.base);
+  hooked after = h;
+  after.base.cache = place.pages;
+  after.base.tables = place.tables;
+  after.base.workspace = (char *)h.base.workspace + place.bytes;
+  return after;
+}
+/* From how many products of numbers on a call over these pages takes less time if it unpacks them
+ * first: early where the kernels would convert numbers or have longer rows, late where rows would
+ * only be copied in more pieces. */
+int64_t unpack_from(const kvl_paged_attention_args &a) {
+  constexpr int64_t EARLY = 1ll << 33, LATE = 1ll << 36, NEVER = INT64_MAX;
+  const kvl_pages &c = a.cache;
+  const int dim = c.key.dim, row = unpacked_row(dim);
+  const bool is_f8 = c.codec == KVL_CODEC_F8E4M3;
+  if (is_f8 && (c.k_scale || c.v_scale)) return NEVER; /* the kernels apply these to scores */
+  if (kvl__packs(c.codec) || c.pinned) return EARLY;
+  if (is_f8) return dim == 96 || dim == 128 ? NEVER : EARLY;
+  if (row_numbers(c) == row) return NEVER;
+  return with_wgmma_dim(c, [](auto d) { return (int)d.value; }) > row ? EARLY : LATE;
+}
+/* Does a call do so? It then has at least so many query rows a sequence and KV head, and the pages
+ * take at most so many bytes. */
+constexpr int64_t UNPACK_ROWS = 1024, UNPACK_MOST = 1 << 30;
+
+bool unpacks(const hooked &h, int device) {
+  const kvl_paged_attention_args &a = h.base;
+  if (h.hook || is_latent(a) || a.listed || a.selection || a.slots || !a.starts) return false;
+  const int64_t rows = a.tokens * a.heads, keys = a.max_blocks * a.cache.block_size;
+  return rows >= UNPACK_ROWS * a.seqs * a.cache.kv_heads && a.seqs > 0 &&
+         (double)rows * keys * a.cache.key.dim >= (double)unpack_from(a) &&
+         place_unpacked(a).bytes <= UNPACK_MOST && by_wgmma(after_unpacking(h), device);
+}
+template <class T, class C>
+int launch_unpack(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
+  const unpacked_place place = place_unpacked(a);
+  return launch_programmatic(unpack_pages<T, C>, (unsigned)place.pages.blocks, UNPACK_THREADS,
+                             0, q, a, place);
+}
+
 template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {
+  if (unpacks(h, q->device)) {
+    const int status = with_codec<T>(h.base.cache.codec, [&](auto of) {
+      return launch_unpack<T, typename decltype(of)::C>(h.base, q);
+    });
+    return status < 0 ? status : launch_16bit<T>(after_unpacking(h), q);
+  }
   const kvl_paged_attention_args &a = h.base;
   const bool is_decode = !a.listed && !a.starts && !by_wgmma(h, q->device);
   const int status = a.listed    ? launch_listed(h, q)
@@ -491,20 +541,26 @@ int launch(const hooked &h, const kvl_cuda_queue *q) {
   return status < 0 ? status : kvl__cuda_launched();
 }
 
+size_t workspace_bytes(const hooked &h, int device, int sm_count) {
+  const kvl_paged_attention_args &a = h.base;
+  if (a.tokens == 0 || a.seqs == 0 || a.heads == 0) return 0;
+  if (is_latent(a)) return latent_bytes(h, device, sm_count);
+  if (a.listed) return h.hook ? note_bytes(a) : 0;
+  if (by_wgmma(h, device)) return wgmma_bytes(a, device, sm_count, h.hook);
+  if (!a.starts) return place_bytes(h, decode_place(h, device, sm_count));
+  return a.dtype == KVL_DTYPE_F32 ? 0 : prefill_bytes(a, device, sm_count);
+}
+
 }  // namespace
 }  // namespace kvl
 
 KVL_CUDA_WORKSPACE(paged_attention) {
   const kvl_hooked_attention_args &h = *(const kvl_hooked_attention_args *)args;
-  const kvl_paged_attention_args &a = h.base;
-  if (a.tokens == 0 || a.seqs == 0 || a.heads == 0) return 0;
   int device = 0;
   cudaGetDevice(&device);
-  if (kvl::is_latent(a)) return kvl::latent_bytes(h, device, sm_count);
-  if (a.listed) return h.hook ? kvl::note_bytes(a) : 0;
-  if (kvl::by_wgmma(h, device)) return kvl::wgmma_bytes(a, device, sm_count, h.hook);
-  if (!a.starts) return kvl::place_bytes(h, kvl::decode_place(h, device, sm_count));
-  return a.dtype == KVL_DTYPE_F32 ? 0 : kvl::prefill_bytes(a, device, sm_count);
+  if (!kvl::unpacks(h, device)) return kvl::workspace_bytes(h, device, sm_count);
+  return kvl::place_unpacked(h.base).bytes +
+         kvl::workspace_bytes(kvl::after_unpacking(h), device, sm_count);
 }
 
 KVL_CUDA_KERNEL(paged_attention) {

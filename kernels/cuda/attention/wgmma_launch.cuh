@@ -37,13 +37,18 @@ int map_rows(const kvl_pages &c, int groups, int parts_, int numbers, CUtensorMa
   return r == CUDA_SUCCESS ? KVL_OK : kvl__cuda_check(cudaErrorInvalidValue);
 }
 
+/* The numbers of a row, with those that fill it up. */
+inline int row_numbers(const kvl_pages &c) {
+  return c.key.bytes_row * 8 / kvl__bits(c.codec);
+}
+
 /* Rows of fewer numbers than D have two maps: of all atoms but the last, and of the last, at the
  * end of which zeros arrive. Copies of single rows need no map. */
 template <class T, class shape>
 int map_cache(const kvl_pages &c, int groups, wgmma_maps *maps) {
   *maps = {};
   if (groups == 0) return KVL_OK;
-  if (c.key.dim == shape::D)
+  if (row_numbers(c) == shape::D)
     return map_rows<T, shape>(c, groups, shape::PARTS, shape::ATOM, &maps->rows);
   int status = map_rows<T, shape>(c, groups, 1, c.key.dim, &maps->last);
   if (shape::PARTS > 1 && status == KVL_OK)
@@ -135,7 +140,7 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, bool hooked, int device, in
   plan.by_block = divisor(a.cache.block_size);
   /* A box lies in one share. */
   const int most_keys = shape::KEYS / shape::SHARES;
-  const bool fills = shape::LATENTS || a.cache.key.dim == shape::D;
+  const bool fills = shape::LATENTS || row_numbers(a.cache) == shape::D;
   plan.box = !wgmma_boxes(a.cache) ? 0
              : fills               ? common_divisor(a.cache.block_size, most_keys) / 8
                                    : 1;
@@ -234,7 +239,8 @@ int launch_shape(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
 
 /* The result of f with D of the kernel for a head_dim, as a constant: the smallest that
  * holds it, except for 72 to 88, where the last 32 numbers would be small copies. */
-template <class F> auto with_wgmma_dim(int dim, F f) {
+template <class F> auto with_wgmma_dim(const kvl_pages &c, F f) {
+  const int dim = row_numbers(c);
   if (dim <= 64) return f(std::integral_constant<int, 64>());
   if (dim == 96) return f(std::integral_constant<int, 96>());
   if (dim <= 128) return f(std::integral_constant<int, 128>());
@@ -265,7 +271,7 @@ auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
 /* The bytes of the workspace of a call that wgmma_takes. */
 inline size_t wgmma_bytes(const kvl_paged_attention_args &a, int device, int sm_count,
                           bool hooked) {
-  return with_wgmma_dim(a.cache.key.dim, [&](auto dim) {
+  return with_wgmma_dim(a.cache, [&](auto dim) {
     return with_wgmma_shape<dim.value>(a, hooked, [&](auto shape) {
       wgmma_plan plan;
       return plan_wgmma<decltype(shape)>(a, hooked, device, sm_count, plan);

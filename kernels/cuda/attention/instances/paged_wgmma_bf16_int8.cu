@@ -7,7 +7,7 @@ namespace kvl {
 template <>
 int launch_wgmma<__nv_bfloat16, int8>(const kvl_paged_attention_args &a,
                                       const kvl_cuda_queue *q) {
-  return with_wgmma_dim(a.cache.key.dim, [&](auto dim) {
+  return with_wgmma_dim(a.cache, [&](auto dim) {
     return launch_wgmma_dim<__nv_bfloat16, int8, dim.value>(a, q);
   });
 }

@@ -6,9 +6,8 @@ namespace kvl {
 
 template <>
 int launch_wgmma<__half, f8e4m3>(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
-  return with_wgmma_dim(a.cache.key.dim, [&](auto dim) {
-    return launch_wgmma_dim<__half, f8e4m3, dim.value>(a, q);
-  });
+  return with_wgmma_dim(
+      a.cache, [&](auto dim) { return launch_wgmma_dim<__half, f8e4m3, dim.value>(a, q); });
 }
 
 }  // namespace kvl
