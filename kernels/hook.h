@@ -8,7 +8,7 @@
 #define KVL_HOOK_H
 
 #include "args/attention.h"
-#include "ops.h"
+#include "kernel.h"
 
 enum { KVL_HOOK_ARGUMENTS_MAX = 192 }; /* bytes of a hook's own arguments */
 

@@ -12,17 +12,31 @@
 
 #include "base.h"
 
-/* What a codec stores: how many bits a number has and, if numbers are packed, how many
- * neighbours in a row share a scale that multiplies them. */
-KVL_INLINE int kvl__bits(int codec) {
-  return codec == KVL_CODEC_F32                              ? 32
-         : codec == KVL_CODEC_F16 || codec == KVL_CODEC_BF16 ? 16
-                                                             : 8;
-}
-KVL_INLINE int kvl__group(int codec) {
-  return codec == KVL_CODEC_INT8 ? 64 : codec == KVL_CODEC_F8_LATENT ? 128 : 0;
-}
+/* The codecs: X(number in base.h, name, kind, bits of a number, group). A group is how many
+ * neighbours in a row share a scale that multiplies them; 0: numbers have no scales. Kinds:
+ *   FLOATS  numbers like those of a dtype
+ *   WHOLE   packed, whole numbers; the bf16 scales lie behind all rows of a strip
+ *   LATENT  a value packed in f8e4m3, f32 scales, then the other numbers of the key in bf16
+ * What is packed has 8 bits. */
+#define KVL_CODECS(X)               \
+  X(F32, "f32", FLOATS, 32, 0)      \
+  X(F16, "f16", FLOATS, 16, 0)      \
+  X(BF16, "bf16", FLOATS, 16, 0)    \
+  X(F8E4M3, "f8e4m3", FLOATS, 8, 0) \
+  X(INT8, "int8", WHOLE, 8, 64)     \
+  X(F8_LATENT, "f8_latent", LATENT, 8, 128)
+
+enum { KVL__FLOATS = 1, KVL__WHOLE, KVL__LATENT }; /* 0: no codec */
+#define KVL__KIND_OF(number, name, kind, bits, group) \
+  +(codec == KVL_CODEC_##number) * KVL__##kind
+#define KVL__BITS_OF(number, name, kind, bits, group) +(codec == KVL_CODEC_##number) * bits
+#define KVL__GROUP_OF(number, name, kind, bits, group) +(codec == KVL_CODEC_##number) * group
+KVL_INLINE int kvl__kind(int codec) { return KVL_CODECS(KVL__KIND_OF); }
+KVL_INLINE int kvl__bits(int codec) { return KVL_CODECS(KVL__BITS_OF); }
+KVL_INLINE int kvl__group(int codec) { return KVL_CODECS(KVL__GROUP_OF); }
 KVL_INLINE int kvl__packs(int codec) { return kvl__group(codec) > 0; }
+KVL_INLINE int kvl__is_whole(int codec) { return kvl__kind(codec) == KVL__WHOLE; }
+KVL_INLINE int kvl__is_latent(int codec) { return kvl__kind(codec) == KVL__LATENT; }
 
 /* Within a row of f8_latent: bytes to the scale (f32) of the number `dim` of a value, and to
  * the number `dim` of a key behind the value (bf16). Scales take a multiple of 16 bytes. */
@@ -38,12 +52,12 @@ KVL_INLINE kvl_strips kvl__strips_of(const kvl_format *f, int32_t dim, int64_t b
   const int bits = kvl__bits(f->codec), group = kvl__group(f->codec);
   kvl_strips s = {0};
   s.begin = begin, s.dim = dim, s.bytes_row = dim * bits / 8;
-  if (f->codec == KVL_CODEC_F8_LATENT) {
+  if (kvl__is_latent(f->codec)) {
     s.packed = f->value_dim;
     s.bytes_row = kvl__rest_in_row(&s, dim);
   }
   s.bytes = (int64_t)f->block_size * s.bytes_row;
-  if (f->codec != KVL_CODEC_INT8) return s;
+  if (!kvl__is_whole(f->codec)) return s;
   s.scales = (int32_t)s.bytes, s.groups = (dim + group - 1) / group;
   s.bytes += (int64_t)f->block_size * s.groups * 2;
   return s;

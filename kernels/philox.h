@@ -11,7 +11,7 @@
 #include <math.h>
 #include <stdint.h>
 
-#include "ops.h"
+#include "kernel.h"
 
 #ifdef __CUDA_ARCH__
 #define KVL_FMA(a, b, c) __fmaf_rn(a, b, c)

@@ -524,6 +524,16 @@ int kvl_sequences_step(kvl_sequence *const *seqs, const int32_t *tokens, int n, 
  * sequence s holds the tokens from b * block_size on. Nothing past lens[s] influences a
  * result, whatever its bits are. */
 
+/* A codec of pages: its name, its number, whether it packs numbers beside scales that multiply
+ * them, and whether the scales of a block lie behind all of its rows. */
+typedef struct kvl_codec_info {
+  const char *name;
+  int32_t codec, packs, scales_apart;
+} kvl_codec_info;
+
+/* Fills `out` with the first n codecs. Returns how many there are. */
+int kvl_codecs(kvl_codec_info *out, int n);
+
 /* The bytes of a page. Errors: INVALID if there can be no such pages; the words say why. */
 int64_t kvl_format_bytes_page(const kvl_format *format);
 

@@ -79,8 +79,8 @@ local function make_tiny_project()
     done
     cp -R "$root/lua/kvlab/shell/repl" "$root/lua/kvlab/shell/verbs.txt" lua/kvlab/shell
     mkdir -p kernels/args
-    touch runtime/base.h runtime/core/backend.h kernels/ops.h kernels/page.h
-    touch kernels/args/one.h kernels/cpu/vec.h
+    touch runtime/base.h runtime/core/backend.h kernels/kernel.h kernels/ops.h
+    touch kernels/page.h kernels/args/one.h kernels/cpu/vec.h
     [ ! -d "$root/.deps" ] || cp -R "$root/.deps" .]])
   assert.equal("", problem)
   write("runtime/kvlab.h", [[

@@ -19,8 +19,8 @@ crc() { cksum | cut -d ' ' -f 1; }
 
 abi=$(awk '/ffi:begin/ { on = 1; next } /ffi:end/ { on = 0 } on' \
   runtime/base.h runtime/kvlab.h | crc)
-version=$(cat runtime/base.h kernels/ops.h kernels/page.h kernels/args/*.h runtime/core/backend.h |
-  crc)
+version=$(cat runtime/base.h kernels/kernel.h kernels/ops.h kernels/page.h kernels/args/*.h \
+  runtime/core/backend.h | crc)
 # put NAME: the header NAME becomes what is read.
 put() {
   cat >"$out/$1.$$"

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "ops.h"
+#include "kernel.h"
 
 #if defined(KVL_ISA_AVX512) || defined(KVL_ISA_AVX2)
 #include "cpu/intrinsics.h"

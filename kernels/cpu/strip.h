@@ -42,32 +42,32 @@ static inline KVL_HOT vf vf_from_i8(const void *p) {
 /* For a packed row, whose scales begin at `scales` if they lie behind all rows: how many of
  * its numbers have scales; the scale of number d; a vector of numbers before scaling. */
 static inline KVL_HOT int scaled_numbers(const struct kvl_strips *of, const int codec) {
-  return codec == KVL_CODEC_INT8 || of->dim < of->packed ? of->dim : of->packed;
+  return kvl__is_whole(codec) || of->dim < of->packed ? of->dim : of->packed;
 }
 static inline KVL_HOT float scale_of(const struct kvl_strips *of, const char *row,
                                      const char *scales, int d, const int codec) {
-  if (codec == KVL_CODEC_INT8)
+  if (kvl__is_whole(codec))
     return f32_from_bf16(((const uint16_t *)scales)[d / kvl__group(codec)]);
   return *(const float *)(row + kvl__scale_in_row(of, d));
 }
 static inline KVL_HOT vf vf_from_8_bits(const char *p, const int codec) {
-  return codec == KVL_CODEC_INT8 ? vf_from_i8(p) : vf_load(p, 0, KVL_DTYPE_F8E4M3);
+  return kvl__is_whole(codec) ? vf_from_i8(p) : vf_load(p, 0, KVL_DTYPE_F8E4M3);
 }
 
 /* A vector of a packed row, from number d on, and one number. */
 static inline KVL_HOT vf vf_load_numbers(const struct kvl_strips *of, const char *row,
                                          const char *scales, int d, int lanes,
                                          const int codec) {
-  if (codec == KVL_CODEC_F8_LATENT && d >= of->packed)
+  if (kvl__is_latent(codec) && d >= of->packed)
     return vf_load_n(row + kvl__rest_in_row(of, d), lanes, KVL_DTYPE_BF16);
   return vf_from_8_bits(row + d, codec) * vf_set(scale_of(of, row, scales, d, codec));
 }
 static inline KVL_HOT float f32_load_number(const struct kvl_strips *of, const char *row,
                                             const char *scales, int d, const int codec) {
-  if (codec == KVL_CODEC_F8_LATENT && d >= of->packed)
+  if (kvl__is_latent(codec) && d >= of->packed)
     return f32_load(row + kvl__rest_in_row(of, d), 0, KVL_DTYPE_BF16);
-  const float x = codec == KVL_CODEC_INT8 ? (float)((const int8_t *)row)[d]
-                                          : f32_load(row, d, KVL_DTYPE_F8E4M3);
+  const float x = kvl__is_whole(codec) ? (float)((const int8_t *)row)[d]
+                                       : f32_load(row, d, KVL_DTYPE_F8E4M3);
   return x * scale_of(of, row, scales, d, codec);
 }
 
@@ -139,11 +139,11 @@ static inline float group_scale(const float *x, int n, float most) {
 static inline void pack_row(const struct kvl_strips *of, const float *x, int codec, char *row,
                             char *scales) {
   const int group = kvl__group(codec), scaled = scaled_numbers(of, codec);
-  const int is_int8 = codec == KVL_CODEC_INT8;
+  const int is_whole = kvl__is_whole(codec);
   for (int d = 0; d < scaled;) {
     const int begin = d, end = scaled - d < group ? scaled : d + group;
-    float scale = group_scale(x + d, end - d, is_int8 ? 127 : 448);
-    if (is_int8) {
+    float scale = group_scale(x + d, end - d, is_whole ? 127 : 448);
+    if (is_whole) {
       const uint16_t stored = bf16_from_f32(scale);
       ((uint16_t *)scales)[begin / group] = stored, scale = f32_from_bf16(stored);
     } else {
@@ -152,7 +152,7 @@ static inline void pack_row(const struct kvl_strips *of, const float *x, int cod
     const float by = scale >= 0x1p-126f ? 1 / scale : 0;
     for (; d < end; d++) {
       const float y = by > 0 ? x[d] * by : 0;
-      if (is_int8) row[d] = (int8_t)rintf(y);
+      if (is_whole) row[d] = (int8_t)rintf(y);
       else f32_store(row, d, y, KVL_DTYPE_F8E4M3);
     }
   }

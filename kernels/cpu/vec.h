@@ -16,18 +16,16 @@
 #define KVL_CPU_NAME(op) KVL_JOIN(kvl_cpu_, op, _, KVL_ISA)
 /* Defines the launcher of `op`; the body sees `args` (const void *) and `queue`, for
  * kvl__link_bytes. */
-#define KVL_CPU_KERNEL(op) \
+#define KVL_CPU_KERNEL(op)     \
+  kvl_kernel KVL_CPU_NAME(op); \
   int KVL_CPU_NAME(op)(const void *args, void *queue __attribute__((unused)))
-#define X(op) int KVL_CPU_NAME(op)(const void *args, void *queue);
-KVL_OPS(X)
-#undef X
 
-/* Defines `size_t kvl_cpu_<op>_workspace_<isa>(const void *args)`: the bytes of workspace
- * an op wants. It may look at shapes only: the tensors may not have been computed yet. */
-#define KVL_CPU_WORKSPACE(op) KVL_JOIN(kvl_cpu_, op, _workspace_, KVL_ISA)
-size_t KVL_CPU_WORKSPACE(matmul)(const void *args);
-size_t KVL_CPU_WORKSPACE(linear)(const void *args);
-size_t KVL_CPU_WORKSPACE(paged_attention)(const void *args);
+/* The bytes of workspace that an op wants. It may look at shapes only: the tensors may not have
+ * been computed yet. */
+#define KVL_CPU_WORKSPACE_NAME(op) KVL_JOIN(kvl_cpu_, op, _workspace_, KVL_ISA)
+#define KVL_CPU_WORKSPACE(op)                          \
+  size_t KVL_CPU_WORKSPACE_NAME(op)(const void *args); \
+  size_t KVL_CPU_WORKSPACE_NAME(op)(const void *args)
 
 /* Tells the emulated link how many bytes the kernel moved over it. */
 static inline void kvl__link_bytes(void *queue, int direction, int64_t bytes) {

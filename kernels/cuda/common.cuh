@@ -11,7 +11,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/architecture.cuh"
-#include "ops.h"
+#include "kernel.h"
 
 #ifndef __CUDACC_RTC__ /* NVRTC compiles kernels alone */
 
@@ -30,9 +30,6 @@ struct kvl_cuda_queue {
 #define KVL_CUDA_KERNEL(op) extern "C" int kvl_cuda_##op(const void *args, void *queue)
 #define KVL_CUDA_WORKSPACE(op) \
   extern "C" size_t kvl_cuda_##op##_workspace(const void *args, int sm_count)
-#define X(op) KVL_CUDA_KERNEL(op);
-KVL_OPS(X)
-#undef X
 
 /* These return 0, or a status after they recorded the driver's message: for the launches
  * since the last call, for one call, or for cuBLAS (its handle is made at the first use). */

@@ -75,6 +75,10 @@ __device__ __forceinline__ pack<typename read_type<C>::type, N> load_row(const k
   }
 }
 
+#define KVL__ONE(...) +1
+static_assert(0 KVL_CODECS(KVL__ONE) == 6,
+              "with_codec and KVL_CUDA_BY_CODEC know six codecs");
+
 /* The result of f with the element type of a codec, element<C>. Codecs whose numbers are
  * floats of 16 or 32 bits all have the element type Own. */
 template <class C_> struct element { using C = C_; };

@@ -169,6 +169,7 @@ int queue_sync(void *ctx, void *queue) {
 
 /* An op that needs no workspace has no such function. */
 #define X(op)                      \
+  KVL_CUDA_KERNEL(op);             \
   extern "C" __attribute__((weak)) \
   size_t kvl_cuda_##op##_workspace(const void *args, int sm_count);
 KVL_OPS(X)

@@ -11,15 +11,39 @@ unsigned kvl__read_of(int codec) {
 
 static unsigned memory_of(int codec) { return kvl__packs(codec) ? KVL__U8 : 1u << codec; }
 
-static const char *codec_name(int codec) {
-  return codec == KVL_CODEC_INT8        ? "int8"
-         : codec == KVL_CODEC_F8_LATENT ? "f8_latent"
-                                        : kvl_dtype_name(codec);
+#define NAMED(number, name, kind, bits, group) \
+  {name, KVL_CODEC_##number, (group) > 0, KVL__##kind == KVL__WHOLE},
+static const kvl_codec_info codecs[] = {KVL_CODECS(NAMED)};
+enum { CODECS = sizeof codecs / sizeof codecs[0] };
+
+int kvl_codecs(kvl_codec_info *out, int n) {
+  if (n > 0) KVL__NEED(out);
+  if (n > 0) memcpy(out, codecs, sizeof *out * (size_t)(n < CODECS ? n : CODECS));
+  return CODECS;
 }
 
-static int is_codec(int codec) {
-  return (codec >= 0 && codec <= KVL_CODEC_F8E4M3) || codec == KVL_CODEC_INT8 ||
-         codec == KVL_CODEC_F8_LATENT;
+/* The entry of a codec, or NULL. */
+static const kvl_codec_info *find_codec(int codec) {
+  for (int i = 0; i < CODECS; i++)
+    if (codecs[i].codec == codec) return &codecs[i];
+  return NULL;
+}
+
+const char *kvl__codec_name(int codec) {
+  const kvl_codec_info *found = find_codec(codec);
+  return found ? found->name : "no codec";
+}
+
+/* Fails a call for a format whose codec is none. */
+static void fail_codec(struct kvl__call *c, const char *name, int codec) {
+  char known[64] = "";
+  for (int i = 0; i < CODECS; i++)
+    snprintf(known + strlen(known), sizeof known - strlen(known), "%s%d",
+             i == 0            ? ""
+             : i == CODECS - 1 ? " or "
+                               : ", ",
+             codecs[i].codec);
+  kvl__call_fail(c, "%s has codec %d, expected %s", name, codec, known);
 }
 
 void kvl__expect_head_dim(struct kvl__call *c, int most) {
@@ -46,9 +70,9 @@ static void expect_values(struct kvl__call *c, const char *name, const kvl_forma
     kvl__call_fail(c, "%s has keys of %d numbers and values of %d, expected values like keys",
                    name, f->key_dim, f->value_dim);
   if (!f->is_shared) {
-    if (f->codec == KVL_CODEC_F8_LATENT)
-      kvl__call_fail(c, "%s is f8_latent, expected values that are the first numbers of keys",
-                     name);
+    if (kvl__is_latent(f->codec))
+      kvl__call_fail(c, "%s is %s, expected values that are the first numbers of keys", name,
+                     kvl__codec_name(f->codec));
     return;
   }
   if (f->value_dim < 8 || f->value_dim > f->key_dim || f->value_dim % 8)
@@ -56,36 +80,35 @@ static void expect_values(struct kvl__call *c, const char *name, const kvl_forma
                    "%s has values of %d numbers, expected a multiple of 8 from 8 to the "
                    "%d of a key, of which they are the first",
                    name, f->value_dim, f->key_dim);
-  if (f->codec == KVL_CODEC_F8E4M3 || f->codec == KVL_CODEC_INT8)
+  const int is_latent = kvl__is_latent(f->codec);
+  if (kvl__bits(f->codec) == 8 && !is_latent)
     kvl__call_fail(c, "%s is %s with shared values, expected f32, f16, bf16 or f8_latent",
-                   name, codec_name(f->codec));
-  if (f->codec == KVL_CODEC_F8_LATENT && f->value_dim % 16)
-    kvl__call_fail(c, "%s has values of %d numbers, expected a multiple of 16 for f8_latent",
-                   name, f->value_dim);
+                   name, kvl__codec_name(f->codec));
+  if (is_latent && f->value_dim % 16)
+    kvl__call_fail(c, "%s has values of %d numbers, expected a multiple of 16 for %s", name,
+                   f->value_dim, kvl__codec_name(f->codec));
 }
 
 static void expect_format(struct kvl__call *c, const char *name, const kvl_format *f) {
-  if (!is_codec(f->codec))
-    kvl__call_fail(c, "%s has codec %d, expected 0 ... %d, %d or %d", name, f->codec,
-                   KVL_CODEC_F8E4M3, KVL_CODEC_INT8, KVL_CODEC_F8_LATENT);
+  if (!find_codec(f->codec)) fail_codec(c, name, f->codec);
   if (f->kv_heads < 0)
     kvl__call_fail(c, "%s has %d kv_heads, expected 0 or more", name, f->kv_heads);
   if (f->block_size < 1 || f->block_size > 4096)
     kvl__call_fail(c, "block_size is %d, expected 1 ... 4096", f->block_size);
   if (c->status >= 0) expect_values(c, name, f);
-  const int of_8_bits = f->codec == KVL_CODEC_F8E4M3 || f->codec == KVL_CODEC_INT8;
+  const int of_8_bits = kvl__bits(f->codec) == 8 && !kvl__is_latent(f->codec);
   if (c->status >= 0 && of_8_bits && f->key_dim % 16)
     kvl__call_fail(c, "head_dim is %d, expected a multiple of 16 for an %s %s", f->key_dim,
-                   codec_name(f->codec), name);
-  if (c->status >= 0 && f->codec == KVL_CODEC_INT8 && f->block_size % 8)
-    kvl__call_fail(c, "block_size is %d, expected a multiple of 8 for an int8 %s",
-                   f->block_size, name);
+                   kvl__codec_name(f->codec), name);
+  if (c->status >= 0 && kvl__is_whole(f->codec) && f->block_size % 8)
+    kvl__call_fail(c, "block_size is %d, expected a multiple of 8 for an %s %s",
+                   f->block_size, kvl__codec_name(f->codec), name);
 }
 
 static void expect_no_scales(struct kvl__call *c, const kvl_format *f) {
   if ((f->k_scale || f->v_scale) && f->codec != KVL_CODEC_F8E4M3)
     kvl__call_fail(c, "%s_scale is given for a cache of %s, expected f8e4m3",
-                   f->k_scale ? "k" : "v", codec_name(f->codec));
+                   f->k_scale ? "k" : "v", kvl__codec_name(f->codec));
 }
 
 /* Checks the scales of a format and sets them in a view of its pages. */
@@ -174,8 +197,8 @@ void kvl__values_arg(struct kvl__call *c, const kvl_tensor *v, const kvl_format 
 void kvl__expect_same_pages(struct kvl__call *c, const char *name, const struct kvl_pages *p,
                             const struct kvl_pages *other) {
   if (p->codec != other->codec)
-    kvl__call_fail(c, "%s is %s, expected %s", name, codec_name(p->codec),
-                   codec_name(other->codec));
+    kvl__call_fail(c, "%s is %s, expected %s", name, kvl__codec_name(p->codec),
+                   kvl__codec_name(other->codec));
 }
 
 void kvl__expect_groups(struct kvl__call *c) {

@@ -17,6 +17,8 @@ struct kvl_pages kvl__pages_arg(struct kvl__call *c, const char *name,
 struct kvl_pages kvl__any_pages_arg(struct kvl__call *c, const char *name,
                                     const kvl_tensor *memory, const kvl_format *format,
                                     const char *shape);
+/* The name of a codec. */
+const char *kvl__codec_name(int codec);
 /* Expects that two memories have pages of one format. */
 void kvl__expect_same_pages(struct kvl__call *c, const char *name, const struct kvl_pages *p,
                             const struct kvl_pages *other);

@@ -80,8 +80,9 @@ int kvl_block_hash(const kvl_tensor *cache, const kvl_format *format,
   struct kvl__call c = {.op = "block_hash"};
   struct kvl_pages view = kvl__any_pages_arg(&c, "cache", cache, format,
                                              "blocks 2 kv_heads block_size head_dim");
-  if (c.status >= 0 && view.codec == KVL_CODEC_F8_LATENT)
-    kvl__call_fail(&c, "cache is f8_latent, expected f32, f16, bf16, f8e4m3 or int8");
+  if (c.status >= 0 && kvl__is_latent(view.codec))
+    kvl__call_fail(&c, "cache is %s, expected f32, f16, bf16, f8e4m3 or int8",
+                   kvl__codec_name(view.codec));
   kvl__arg(&c, "blocks", blocks, KVL__I32, "n");
   kvl__arg(&c, "tokens", tokens, KVL__I32, "n");
   kvl__arg(&c, "rows?", rows, KVL__I32, "n");

@@ -10,11 +10,11 @@ static void *ptr_of(const kvl_tensor *t) { return t ? t->ptr : NULL; }
 /* Expects pages whose tokens can be moved one by one. */
 static void expect_single_tokens(struct kvl__call *c, const char *name,
                                  const struct kvl_pages *pages) {
-  if (c->status >= 0 && pages->codec == KVL_CODEC_INT8)
+  if (c->status >= 0 && kvl__is_whole(pages->codec))
     kvl__call_fail(c,
-                   "%s is int8, whose numbers and scales lie apart, expected another format "
+                   "%s is %s, whose numbers and scales lie apart, expected another format "
                    "where single tokens move",
-                   name);
+                   name, kvl__codec_name(pages->codec));
 }
 
 /* Moves blocks or, by_token, tokens. */

@@ -94,7 +94,7 @@ static struct plan plan_make(const struct kvl_paged_attention_args *a) {
 
 /* Partial sums: values f32 [tokens * heads, segments, head_dim], then top and sum
  * f32 [tokens * heads, segments, 2]. */
-size_t KVL_CPU_WORKSPACE(paged_attention)(const void *args) {
+KVL_CPU_WORKSPACE(paged_attention) {
   const struct kvl_paged_attention_args *a = args;
   struct plan plan = plan_make(a);
   if (plan.segments == 1 || a->listed) return 0;

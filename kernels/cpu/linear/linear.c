@@ -16,6 +16,7 @@
 enum { PANEL_ROWS = 1024 };
 
 kvl_kernel KVL_CPU_NAME(rmsnorm), KVL_CPU_NAME(matmul);
+size_t KVL_CPU_WORKSPACE_NAME(matmul)(const void *args);
 
 struct panel {
   struct kvl_rmsnorm_args norm;
@@ -54,9 +55,9 @@ static struct panel panel_of(const struct kvl_linear_args *g) {
   return p;
 }
 
-size_t KVL_CPU_WORKSPACE(linear)(const void *args) {
+KVL_CPU_WORKSPACE(linear) {
   struct panel p = panel_of(args);
-  return p.bytes_h + p.bytes_y + KVL_CPU_WORKSPACE(matmul)(&p.product);
+  return p.bytes_h + p.bytes_y + KVL_CPU_WORKSPACE_NAME(matmul)(&p.product);
 }
 
 /* ---- what becomes of y -------------------------------------------------------------- */

@@ -47,7 +47,7 @@ static struct panels panels_of(const struct kvl_matmul_args *g) {
   return p;
 }
 
-size_t KVL_CPU_WORKSPACE(matmul)(const void *args) {
+KVL_CPU_WORKSPACE(matmul) {
   struct panels p = panels_of(args);
   return (size_t)(p.a + p.b + p.out) * sizeof(float);
 }

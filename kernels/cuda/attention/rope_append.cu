@@ -24,6 +24,8 @@
 #include "cuda/attention/append_latent.cuh"
 #include "cuda/linear/rope.cuh"
 
+KVL_CUDA_KERNEL(rope);
+
 namespace kvl {
 namespace {
 

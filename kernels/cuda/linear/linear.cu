@@ -15,7 +15,9 @@
 #include "cuda/linear/linear_wgmma.cuh"
 #include "cuda/row.cuh"
 
-extern "C" size_t kvl_cuda_matmul_workspace(const void *args, int sm_count);
+KVL_CUDA_KERNEL(rmsnorm);
+KVL_CUDA_KERNEL(matmul);
+KVL_CUDA_WORKSPACE(matmul);
 
 namespace kvl {
 namespace {

@@ -19,6 +19,8 @@
 #include "cuda/linear/linear_wgmma.cuh"
 #include "cuda/linear/matvec.cuh"
 
+KVL_CUDA_KERNEL(fill);
+
 namespace {
 
 enum {

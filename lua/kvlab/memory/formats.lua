@@ -64,6 +64,7 @@ end
 ---@field name string
 ---@field memory string  the dtype of memory with such pages
 ---@field dtype string   the dtype of keys and values that are read out of it
+---@field scales_apart boolean  the scales of a block lie behind all of its rows
 ---@field is_shared boolean  a value is the first numbers of its key
 ---@field key_share number   of the bytes of a page, those of keys
 ---@field dims integer[]  of a page as a tensor: 2 (K, V), kv_heads, block_size, head_dim;
@@ -127,8 +128,8 @@ function M.new(o, level)
   end
   local codec = page.CODECS[o.format]
   local self = setmetatable({ name = o.format, memory = codec.memory,
-    dtype = codec.dtype, layers = layers, is_shared = o.value_dim ~= nil,
-    key_share = o.value_dim and 1 or 0.5 }, Format)
+    dtype = codec.dtype, scales_apart = codec.scales_apart, layers = layers,
+    is_shared = o.value_dim ~= nil, key_share = o.value_dim and 1 or 0.5 }, Format)
   self.dims = codec.packs and { self:bytes_page() }
     or self.is_shared and { o.kv_heads, o.block_size, o.head_dim }
     or { 2, o.kv_heads, o.block_size, o.head_dim }

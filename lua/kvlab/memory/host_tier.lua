@@ -86,9 +86,10 @@ function M.new(cache, o)
       .. "hot_slots")
   elseif self.hot_slots > 0 and self.hot_tokens > 0 then
     options.fail("offload: hot_slots and hot_tokens are given, expected one of the two")
-  elseif self.hot_tokens > 0 and cache.format.name == "int8" then
-    options.fail("offload: hot_tokens is given for a cache of int8, expected hot_slots: "
-      .. "int8 keeps the scales of a block together")
+  elseif self.hot_tokens > 0 and cache.format.scales_apart then
+    options.fail(("offload: hot_tokens is given for a cache of %s, expected hot_slots: "
+      .. "%s keeps the scales of a block together"):format(cache.format.name,
+      cache.format.name))
   end
   local eviction = evictions.of(o.evict)
   self.bytes_block = cache.format:bytes_page()

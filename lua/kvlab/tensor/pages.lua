@@ -7,17 +7,20 @@ local M = {}
 
 --- The codecs by name. memory: the dtype of memory with such pages. dtype: of keys and
 -- values that are read out of it. packs: it stores numbers with scales beside them.
-M.CODECS = {
-  f32 = { number = library.dtypes.f32, memory = "f32", dtype = "f32" },
-  f16 = { number = library.dtypes.f16, memory = "f16", dtype = "f16" },
-  bf16 = { number = library.dtypes.bf16, memory = "bf16", dtype = "bf16" },
-  f8e4m3 = { number = library.dtypes.f8e4m3, memory = "f8e4m3", dtype = "f8e4m3" },
-  int8 = { number = C.KVL_CODEC_INT8, memory = "u8", dtype = "bf16", packs = true },
-  f8_latent = { number = C.KVL_CODEC_F8_LATENT, memory = "u8", dtype = "bf16",
-                packs = true },
-}
+-- scales_apart: the scales of a block lie behind all of its rows.
+M.CODECS, M.NAMES = {}, {}
 
-M.NAMES = { "f32", "f16", "bf16", "f8e4m3", "int8", "f8_latent" }
+local count = check(C.kvl_codecs(nil, 0))
+local infos = ffi.new("kvl_codec_info[?]", count)
+check(C.kvl_codecs(infos, count))
+for i = 0, count - 1 do
+  local info, name = infos[i], ffi.string(infos[i].name)
+  local packs = info.packs ~= 0
+  M.NAMES[i + 1] = name
+  M.CODECS[name] = { number = info.codec, packs = packs,
+    scales_apart = info.scales_apart ~= 0, memory = packs and "u8" or name,
+    dtype = packs and "bf16" or name }
+end
 
 --- Fills a struct kvl_pages: what a kernel gets instead of one layer's memory and its
 -- format.

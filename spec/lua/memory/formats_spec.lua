@@ -180,7 +180,7 @@ describe("a format", function()
     support.raises("format has keys of 32 numbers and values of 16, expected values like",
       function() kv.check(tonumber(kv.C.kvl_format_bytes_page(odd))) end)
     odd.codec = 77
-    support.raises("format has codec 77, expected 0 ... 3, 16 or 17",
+    support.raises("format has codec 77, expected 0, 1, 2, 3, 16 or 17",
       function() kv.check(tonumber(kv.C.kvl_format_bytes_page(odd))) end)
   end)
 

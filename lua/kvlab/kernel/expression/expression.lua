@@ -127,10 +127,10 @@ for _, name in ipairs { "lt", "le", "gt", "ge", "eq", "ne", "band", "bor", "bxor
                         "lshift", "rshift" } do
   methods[name] = operator(name)
 end
-for _, name in ipairs { "bnot", "popcount", "abs", "exp", "log", "sqrt", "tanh",
-                        "sigmoid", "relu", "floor" } do
+for _, name in ipairs { "bnot", "popcount", "abs", "relu" } do
   methods[name] = unary(name)
 end
+for name in pairs(rules.FUNCTIONS) do methods[name] = unary(name) end
 
 --- self is a bool: a where it is true, else b.
 function methods.where(self, a, b)
@@ -238,10 +238,8 @@ for name, one in pairs(M.leaves) do e[name] = one end
 
 --- The smaller, or the larger, of two. Of a number and NaN it is the number.
 e.min, e.max = operator "min", operator "max"
-for _, name in ipairs { "abs", "exp", "log", "sqrt", "tanh", "sigmoid", "relu",
-                        "floor" } do
-  e[name] = unary(name)
-end
+for _, name in ipairs { "abs", "relu" } do e[name] = methods[name] end
+for name in pairs(rules.FUNCTIONS) do e[name] = methods[name] end
 
 --- a where the condition is true, else b.
 function e.where(condition, a, b)

@@ -10,6 +10,7 @@
 --
 -- needs a query if its index is at least length - 32.
 local expression = require "kvlab.kernel.expression.expression"
+local rules = require "kvlab.kernel.expression.rules"
 
 local M = {}
 
@@ -42,9 +43,10 @@ M.NOTHING = NOTHING
 -- f of NOTHING is NOTHING. A block has at least one token where these are computed.
 local KEEPS = {
   sum = { sum = true, mean = true, max = true, min = true, neg = true, abs = true,
-          relu = true, sqrt = true, tanh = true, floor = true },
+          relu = true },
   max = { sum = true, mean = true, max = true, min = true },
 }
+for name, of in pairs(rules.FUNCTIONS) do KEEPS.sum[name] = of.keeps_zero end
 
 --- A condition; where it is false, a value adds nothing. nil: none is known.
 ---@param join string  sum or max

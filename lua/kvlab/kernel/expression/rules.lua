@@ -86,6 +86,17 @@ local function to_f32(x, what, where)
   return x
 end
 
+--- Functions of one float. scalar: the name in C and CUDA; cuda: in CUDA, where it is
+-- another one; vector: in kernels/cpu. keeps_zero: of 0 it is 0.
+M.FUNCTIONS = {
+  exp = { scalar = "expf", vector = "vf_exp" },
+  log = { scalar = "logf", vector = "vf_log" },
+  sqrt = { scalar = "sqrtf", vector = "vf_sqrt", keeps_zero = true },
+  tanh = { scalar = "tanhf", cuda = "tanh_f32", vector = "vf_tanh", keeps_zero = true },
+  sigmoid = { scalar = "sigmoid_f32", vector = "vf_sigmoid" },
+  floor = { scalar = "floorf", vector = "vf_floor", keeps_zero = true },
+}
+
 -- Each rule gets its args, with known dims and types, and returns the args after any
 -- casts, and the type of the result.
 local rules = {}
@@ -107,10 +118,8 @@ local function floating(name)
     return new, "f32"
   end
 end
-for _, name in ipairs { "div", "pow", "exp", "log", "sqrt", "tanh", "sigmoid",
-                        "floor" } do
-  floating(name)
-end
+for _, name in ipairs { "div", "pow" } do floating(name) end
+for name in pairs(M.FUNCTIONS) do floating(name) end
 
 for _, name in ipairs { "neg", "abs", "relu" } do
   rules[name] = function(args, where)

@@ -1,7 +1,9 @@
 --- What the texts of kernels in C and in CUDA have in common: types, operations, and the
 -- parts that a kernel is put together from.
 local expression = require "kvlab.kernel.expression.expression"
+local pages = require "kvlab.tensor.pages"
 local place = require "kvlab.kernel.expression.place"
+local rules = require "kvlab.kernel.expression.rules"
 local schedule = require "kvlab.kernel.print.schedule"
 
 local M = {}
@@ -17,9 +19,12 @@ local TYPES = { f32 = "float", i32 = "int32_t", u32 = "uint32_t", u64 = "uint64_
 local VECTORS = { f32 = "vf", i32 = "vi", u32 = "vu", bool = "vi" }
 local MEMORY = { f32 = "float", f16 = "uint16_t", bf16 = "uint16_t", f8e4m3 = "uint8_t",
                  i32 = "int32_t", u64 = "uint64_t", u8 = "uint8_t" }
-local NUMBERS = { f32 = "KVL_DTYPE_F32", f16 = "KVL_DTYPE_F16", bf16 = "KVL_DTYPE_BF16",
-                  f8e4m3 = "KVL_DTYPE_F8E4M3", int8 = "KVL_CODEC_INT8",
-                  f8_latent = "KVL_CODEC_F8_LATENT" }
+local NUMBERS, BYTES = {}, { f32 = 4, f16 = 2, bf16 = 2, f8e4m3 = 1, i32 = 4, u64 = 8,
+                             u8 = 1 }
+for name, codec in pairs(pages.CODECS) do
+  NUMBERS[name] = (codec.packs and "KVL_CODEC_" or "KVL_DTYPE_") .. name:upper()
+  BYTES[name] = BYTES[name] or 1 -- what is packed has 8 bits
+end
 
 -- ---- how much is written out ----------------------------------------------------------
 
@@ -79,11 +84,7 @@ end
 local INFIX = { add = "+", sub = "-", mul = "*", div = "/" }
 local COMPARE = { lt = "<", le = "<=", gt = ">", ge = ">=", eq = "==", ne = "!=" }
 local BITS = { band = "&", bor = "|", bxor = "^" }
-local FUNCTIONS = { exp = "expf", log = "logf", sqrt = "sqrtf", tanh = "tanhf",
-                    floor = "floorf", pow = "powf", sigmoid = "sigmoid_f32" }
-local FUNCTIONS_VECTOR = { exp = "vf_exp", log = "vf_log", sqrt = "vf_sqrt",
-                           tanh = "vf_tanh", floor = "vf_floor", pow = "pow_vf",
-                           sigmoid = "vf_sigmoid" }
+local POW = { scalar = "powf", vector = "pow_vf" }
 
 local function cast(x, text, from, vector)
   local to = x.type
@@ -104,8 +105,8 @@ end
 --- The type's part in the name of a function: f32, or vf for vectors.
 local function suffix(kind, vector) return vector and VECTORS[kind] or kind end
 
---- The text of an operation, from the texts of its operands.
-local function operation(x, t, vector)
+--- The text of an operation, from the texts of its operands. vector: of vectors, in C.
+local function operation(x, t, vector, is_cuda)
   local op, kind = x.op, x.type
   local from = x.args[1].type
   if INFIX[op] then return ("%s %s %s"):format(t[1], INFIX[op], t[2]) end
@@ -144,7 +145,8 @@ local function operation(x, t, vector)
     return ("%s * %s"):format(t[1], vector and ("vf_set(%s_unit)"):format(x.unit)
       or x.unit .. "_unit")
   end
-  local name = (vector and FUNCTIONS_VECTOR or FUNCTIONS)[op]
+  local of = rules.FUNCTIONS[op] or POW
+  local name = vector and of.vector or is_cuda and of.cuda or of.scalar
   return ("%s(%s)"):format(name, table.concat(t, ", "))
 end
 
@@ -173,10 +175,7 @@ local function struct(plan)
   return table.concat(lines, "\n")
 end
 
-local function bytes_of(dtype)
-  return ({ f32 = 4, f16 = 2, bf16 = 2, f8e4m3 = 1, int8 = 1, f8_latent = 1, i32 = 4,
-            u64 = 8, u8 = 1 })[dtype]
-end
+local function bytes_of(dtype) return BYTES[dtype] end
 
 local function indented(lines, indent)
   if #lines == 0 then return "" end

@@ -238,8 +238,7 @@ end
 
 function Printer:compute(s, x, bind, texts)
   if #x.args == 0 then return read_leaf(self, s, x, bind) end
-  if x.op == "tanh" then return ("tanh_f32(%s)"):format(texts[1]) end
-  return shared.operation(x, texts, false)
+  return shared.operation(x, texts, false, true)
 end
 
 -- ---- arrays ---------------------------------------------------------------------------

@@ -125,7 +125,7 @@ local function value_text(self, x, rows, lines)
       local texts = {}
       for i, arg in ipairs(one.args) do texts[i] = text_of[arg] end
       text = one.op == "unit" and texts[1]
-        or "(" .. shared.operation(one, texts, false) .. ")"
+        or "(" .. shared.operation(one, texts, false, true) .. ")"
     end
     if named[one] and one ~= x then
       local name = "t" .. #lines + 1
