@@ -34,6 +34,11 @@ return function(b)
                whole, dim), setup = setup { chunk = whole, len = whole, dim = dim } }
   end
   shape("f8 KV", { dtype = "f8e4m3" })
+  shape("int8 KV", { dtype = "int8" })
+  for _, dtype in ipairs { "f8e4m3", "int8" } do
+    shape(dtype .. ", head_dim 256", { dtype = dtype, dim = 256 })
+  end
+  shape("head_dim 80", { dim = 80 })
   shape("ALiBi", { alibi = true })
   shape("soft cap", { soft_cap = 50 })
   shape("block 1", { block = 1 })
