@@ -636,7 +636,29 @@ local LONG = {
   { head_dim = 256, dtype = "int8", window = 700 },
   { head_dim = 128, dtype = "bf16", pinned = true },
   { head_dim = 64, dtype = "int8", pinned = true, soft_cap = 9 },
+  { head_dim = 128, dtype = "int8", select = 1 },
+  { head_dim = 80, dtype = "bf16", select = KV_HEADS, window = 700 },
+  { head_dim = 128, dtype = "int8", select = 1, slots = KV_HEADS },
+  { head_dim = 256, dtype = "f8e4m3", select = KV_HEADS, slots = 1, alibi = true },
 }
+
+--- Selections for `heads` KV heads, or one for all, of about two thirds of the blocks of
+-- each sequence: i32 [2, heads, width], ascending and -1 padded.
+local function long_selection(dev, heads, width)
+  local rng, list = support.rng(8), {}
+  for row = 1, 2 * heads do
+    local from = (row - 1) * width
+    local n = from
+    for block = 0, width - 1 do
+      if rng(3) > 0 then
+        n = n + 1
+        list[n] = block
+      end
+    end
+    for i = n + 1, from + width do list[i] = -1 end
+  end
+  return kv.from(dev, "i32", { 2, heads, width }, list)
+end
 
 --- The arguments of a case, but for q and what says which tokens it has; and all of q.
 local function long_inputs(dev, c)
@@ -652,11 +674,19 @@ local function long_inputs(dev, c)
   end
   if c.pinned then memory = kv.pinned(dev, memory:type(), memory:dims()):copy_(memory) end
   local order = support.distinct(support.rng(3), blocks, blocks)
+  local selection = c.select and long_selection(dev, c.select, blocks / 2)
+  local rng, places = support.rng(4), nil
+  if c.slots then
+    places = {}
+    for i = 1, c.slots * blocks do places[i] = rng(blocks) end
+    places = kv.from(dev, "i32", { 2, c.slots, blocks / 2 }, places)
+  end
   local q_dtype = c.q or (c.dtype == "f16" and "f16" or "bf16")
   local q = kv.randn(dev, q_dtype, { 2 * n, HEADS, dim }, { seed = 6, std = 2 })
   return { cache = memory, format = format, window = c.window, soft_cap = c.soft_cap,
     causal = c.causal ~= false,
     alibi = c.alibi and kv.rand(dev, "f32", { HEADS }, { seed = 7 }) * 0.01 or nil,
+    selection = selection, slots = places,
     tables = kv.from(dev, "i32", { 2, blocks / 2 }, order) }, q, n, keys
 end
 

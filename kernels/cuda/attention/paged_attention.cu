@@ -468,7 +468,12 @@ hooked after_unpacking(const hooked &h) {
   const unpacked_place place = place_unpacked(h.base);
   hooked after = h;
   after.base.cache = place.pages;
-  after.base.tables = place.tables;
+  if (h.base.selection) {
+    after.base.slots = place.places;
+    after.base.slot_heads = place.lanes;
+  } else {
+    after.base.tables = place.places;
+  }
   after.base.workspace = (char *)h.base.workspace + place.bytes;
   return after;
 }
@@ -492,8 +497,9 @@ constexpr int64_t UNPACK_ROWS = 1024, UNPACK_MOST = 1 << 30;
 
 bool unpacks(const hooked &h, int device) {
   const kvl_paged_attention_args &a = h.base;
-  if (h.hook || is_latent(a) || a.listed || a.selection || a.slots || !a.starts) return false;
-  const int64_t rows = a.tokens * a.heads, keys = a.max_blocks * a.cache.block_size;
+  if (h.hook || is_latent(a) || a.listed || !a.starts) return false;
+  const int64_t rows = a.tokens * a.heads;
+  const int64_t keys = (a.selection ? a.max_selected : a.max_blocks) * a.cache.block_size;
   return rows >= UNPACK_ROWS * a.seqs * a.cache.kv_heads && a.seqs > 0 &&
          (double)rows * keys * a.cache.key.dim >= (double)unpack_from(a) &&
          place_unpacked(a).bytes <= UNPACK_MOST && by_wgmma(after_unpacking(h), device);
@@ -501,8 +507,8 @@ bool unpacks(const hooked &h, int device) {
 template <class T, class C>
 int launch_unpack(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   const unpacked_place place = place_unpacked(a);
-  return launch_programmatic(unpack_pages<T, C>, (unsigned)place.pages.blocks, UNPACK_THREADS,
-                             0, q, a, place);
+  const dim3 grid((unsigned)place.pages.blocks, place.lanes);
+  return launch_programmatic(unpack_pages<T, C>, grid, UNPACK_THREADS, 0, q, a, place);
 }
 
 template <class T> int launch_16bit(const hooked &h, const kvl_cuda_queue *q) {

@@ -3,9 +3,12 @@
  * the kernels have. A prefill of many query rows reads every key many times, so it takes less time
  * to do this once than on the way to every tile.
  *
- *   tables  i32            [seqs, max_blocks], of the workspace: the page that an entry became
- *   pages   f16 or bf16    [seqs * max_blocks] pages, one for each entry of the tables
- * Entries that no token sees become -1, and their pages are not written.
+ *   pages   f16 or bf16  [seqs * n] pages, one for each of the n entries of a sequence's table or
+ *                        selection; if KV heads have selections or slots of their own, the strips
+ *                        of a page are of other blocks
+ *   places  i32          [seqs, lanes, n]: the page of an entry, or -1 if no token sees it; then
+ *                        the page is not written. It takes the place of the tables or, with a
+ *                        selection, of the slots. Lanes: KV heads, if they differ, or 1
  *
  * Bytes     those of the keys and values, scales included, and those that they become; limit:
  *           memory, or the link */
@@ -26,7 +29,8 @@ constexpr int UNPACK_THREADS = 256;
 /* What the workspace of such a prefill begins with. */
 struct unpacked_place {
   kvl_pages pages;
-  int32_t *tables;
+  int32_t *places;
+  int lanes, entries;    /* of a sequence */
   divisor pieces, block; /* of an unpacked row, eight numbers each; tokens of a block */
   size_t bytes;
 };
@@ -46,29 +50,34 @@ inline unpacked_place place_unpacked(const kvl_paged_attention_args &a) {
   p.pages = kvl__pages(&format);
   p.pages.key.dim = p.pages.value.dim = c.key.dim;
   p.pages.memory = a.workspace;
-  p.pages.blocks = a.seqs * a.max_blocks;
-  p.tables = (int32_t *)((char *)a.workspace + p.pages.blocks * p.pages.bytes_page);
+  p.entries = (int)(a.selection ? a.max_selected : a.max_blocks);
+  p.lanes = a.selection && (a.selection_heads > 1 || (a.slots && a.slot_heads > 1))
+                ? c.kv_heads
+                : 1;
+  p.pages.blocks = a.seqs * p.entries;
+  p.places = (int32_t *)((char *)a.workspace + p.pages.blocks * p.pages.bytes_page);
   p.pieces = divisor(row / 8);
   p.block = divisor(c.block_size);
-  const size_t bytes = p.pages.blocks * sizeof(int32_t);
+  const size_t bytes = p.pages.blocks * p.lanes * sizeof(int32_t);
   p.bytes = p.pages.blocks * p.pages.bytes_page + (bytes + 15) / 16 * 16;
   return p;
 }
 
-/* The keys or the values of block `from`, as those of block `to` of the unpacked pages. C: of the
- * cache. */
+/* The keys or the values of a lane in block `from`, as those of block `to` of the unpacked pages.
+ * C: of the cache. */
 template <class T, class C>
 __device__ __forceinline__ void unpack_strips(const kvl_pages &cache,
                                               const kvl_strips &strips,
                                               const unpacked_place &place,
-                                              const kvl_strips &to_strips, int64_t from,
-                                              int64_t to) {
+                                              const kvl_strips &to_strips, int lane,
+                                              int64_t from, int64_t to) {
   const int pieces = place.pieces.by, block_size = place.block.by;
-  const int all = cache.kv_heads * block_size * pieces;
+  const int heads = cache.kv_heads / place.lanes, all = heads * block_size * pieces;
 #pragma unroll 4
   for (int i = threadIdx.x; i < all; i += UNPACK_THREADS) {
     const int row = place.pieces.quotient(i), dim = (i - row * pieces) * 8;
-    const int head = place.block.quotient(row), token = row - head * block_size;
+    const int nth = place.block.quotient(row), token = row - nth * block_size;
+    const int head = lane * heads + nth;
     const char *strip = (const char *)cache.memory +
                         kvl__strip_at(&cache, &strips, from, head);
     pack<T, 8> y = {};
@@ -83,24 +92,31 @@ __device__ __forceinline__ void unpack_strips(const kvl_pages &cache,
   }
 }
 
-/* A thread block takes one entry of the tables. */
+/* A thread block takes an entry and a lane. */
 template <class T, class C>
 __global__ void __launch_bounds__(UNPACK_THREADS)
     unpack_pages(const __grid_constant__ kvl_paged_attention_args a,
                  const __grid_constant__ unpacked_place place) {
   let_next_start();
   wait_for_previous();
-  const int entry = blockIdx.x, seq = entry / (int)a.max_blocks;
-  const int first = (entry - seq * (int)a.max_blocks) * a.cache.block_size;
-  const int length = a.lens[seq], oldest = length - (a.starts[seq + 1] - a.starts[seq]);
-  const bool seen = first < length &&
-                    first + a.cache.block_size > window_begin(a, max(oldest, 0));
-  const int block = seen ? a.tables[entry] : -1;
-  const bool there = block >= 0 && block < a.cache.blocks;
-  if (threadIdx.x == 0) place.tables[entry] = there ? entry : -1;
+  const int n = place.entries, entry = blockIdx.x, seq = entry / n, i = entry - seq * n;
+  const int lane = blockIdx.y, block_size = a.cache.block_size;
+  auto in_list = [&](const int32_t *lists, int64_t heads) {
+    return lists[(seq * heads + (heads > 1 ? lane : 0)) * n + i];
+  };
+  const int64_t block = a.selection ? in_list(a.selection, a.selection_heads) : i;
+  const int64_t first = block * block_size, length = a.lens[seq];
+  const int oldest = max((int)length - (a.starts[seq + 1] - a.starts[seq]), 0);
+  const bool seen = block >= 0 && block < a.max_blocks && first < length &&
+                    first + block_size > window_begin(a, oldest);
+  const int from = !seen     ? -1
+                   : a.slots ? in_list(a.slots, a.slot_heads)
+                             : a.tables[seq * a.max_blocks + block];
+  const bool there = from >= 0 && from < a.cache.blocks;
+  if (threadIdx.x == 0) place.places[(seq * place.lanes + lane) * n + i] = there ? entry : -1;
   if (!there) return;
-  unpack_strips<T, C>(a.cache, a.cache.key, place, place.pages.key, block, entry);
-  unpack_strips<T, C>(a.cache, a.cache.value, place, place.pages.value, block, entry);
+  unpack_strips<T, C>(a.cache, a.cache.key, place, place.pages.key, lane, from, entry);
+  unpack_strips<T, C>(a.cache, a.cache.value, place, place.pages.value, lane, from, entry);
 }
 
 }  // namespace kvl
