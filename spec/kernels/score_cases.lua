@@ -42,8 +42,8 @@ add { lens = { 300, 2000 }, block_size = 4, head_dim = 16, kv_heads = 2, group =
 add { lens = { 37, 0, 5 }, block_size = 16, group = 130, head_dim = 24, dtype = "bf16",
   join = "mean" }
 
--- Passes of 64 and 128 heads, parts of 64 dims, terms of q, tiles of 64 blocks or tokens.
-for i, group in ipairs { 11, 33, 48, 64, 96, 128, 130 } do
+-- Passes of 32 to 128 heads, parts of 64 dims, terms of q, tiles of 64 blocks or tokens.
+for i, group in ipairs { 11, 33, 48, 64, 96, 128, 130, 19, 16, 27, 32, 90, 75 } do
   for j, types in ipairs { { "bf16", "bf16" }, { "f16", "f16" }, { "f32", "bf16" },
                            { "f32", "f16" }, { "bf16", "f16" }, { "f16", "bf16" } } do
     M.many_heads[#M.many_heads + 1] = { lens = { 45, 0, i % 3 == 0 and 2100 or 700 },

@@ -3,11 +3,11 @@
  *
  * A product has 64 items as its rows and N heads as its columns. A thread block takes `each`
  * consecutive blocks of one (sequence, KV head), so that it splits its queries once: they lie
- * in shared memory as [terms][rows][parts of 64 dims][N][64], swizzled. Two
+ * in shared memory as [terms][rows][parts of 64 dims][N][64], swizzled. Two to four
  * warpgroups each walk over tiles of 64 items, which come in chunks, 64 dims of one row of
  * every item (8 KiB), through a ring of the warpgroup's own. While a chunk is multiplied,
- * its threads begin to copy the one `stages - 1` later, and the other warpgroup waits, adds
- * or joins. More heads than N take several passes over the thread block's items.
+ * its threads begin to copy the one `stages - 1` later, and other warpgroups wait, add or
+ * join. More heads than N take several passes over the thread block's items.
  *
  * The tensor cores truncate sums instead of rounding them. So a chain of sums is only one
  * chunk long (two if q has one term), begins with the smallest terms, and is added to other
@@ -42,7 +42,8 @@ template <score_kind KIND, int N> struct alignas(128) score_wgmma_shared {
   uint32_t best[BLOCKS]; /* the order_key of a block's score so far */
 };
 constexpr int SCORE_ITEMS = 64, SCORE_PART = 64, SCORE_CHUNK = SCORE_ITEMS * SCORE_PART * 2;
-constexpr int SCORE_WARPGROUPS = 2;
+/* As many warpgroups as there are registers for: they wait in turn. */
+template <int N> constexpr int SCORE_WARPGROUPS = N <= 64 ? 4 : N == 96 ? 3 : 2;
 
 #if KVL_SM90A
 
@@ -61,7 +62,7 @@ template <class T, int ROWS, int N>
 __device__ __forceinline__ void score_split_queries(const score_call &a, uint32_t to,
                                                     int64_t head0, int count, int terms,
                                                     uint32_t *most, float *unscale) {
-  constexpr int THREADS = SCORE_WARPGROUPS * WARPGROUP, TOGETHER = 4; /* loads in flight */
+  constexpr int THREADS = SCORE_WARPGROUPS<N> * WARPGROUP, TOGETHER = 4; /* loads in flight */
   const int head_dim = (int)a.head_dim, parts = (head_dim + SCORE_PART - 1) / SCORE_PART;
   const bool scaled = same<T, __half> && a.dtype != KVL_DTYPE_F16;
   auto each_piece = [&](auto f) {
@@ -152,7 +153,7 @@ __device__ __forceinline__ float sum_of_column_maxima(const float (&x)[N / 2], i
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < N / 32; i++) {
-    const int column = (first + i) / 2 * 8 + lane % 4 * 2 + i % 2;
+    const int column = (first + i) / 2 * 8 + lane % 4 * 2 + (first + i) % 2;
     if (column < count) sum += most[i];
   }
   return warp_sum(sum);
@@ -161,13 +162,13 @@ __device__ __forceinline__ float sum_of_column_maxima(const float (&x)[N / 2], i
 #endif
 
 template <class T, score_kind KIND, int N>
-__global__ void __launch_bounds__(SCORE_WARPGROUPS *WARPGROUP, 1)
+__global__ void __launch_bounds__(SCORE_WARPGROUPS<N> *WARPGROUP, 1)
     score_wgmma(const __grid_constant__ score_call a,
                 const __grid_constant__ score_wgmma_plan plan) {
 #if KVL_SM90A
   constexpr bool OF_TOKENS = KIND == SCORE_MAX_QK, SCALED = same<T, __half>;
   constexpr int ROWS = KIND == SCORE_MINMAX ? 2 : 1, ITEMS = SCORE_ITEMS;
-  constexpr int THREADS = SCORE_WARPGROUPS * WARPGROUP;
+  constexpr int GROUPS = SCORE_WARPGROUPS<N>, THREADS = GROUPS * WARPGROUP;
   extern __shared__ char dynamic[];
   __shared__ score_wgmma_shared<KIND, N> other;
   const int group = (int)(a.heads / a.kv_heads), head_dim = (int)a.head_dim;
@@ -230,7 +231,7 @@ __global__ void __launch_bounds__(SCORE_WARPGROUPS *WARPGROUP, 1)
           if (OF_TOKENS) at += (item - block_of(item) * block_size) * (uint32_t)head_dim / 8;
           next.from[i] = exists(next.ahead[i]) ? at : NO_ROW;
         }
-        look_ahead(next.tile + SCORE_WARPGROUPS);
+        look_ahead(next.tile + GROUPS);
       }
       const uint32_t in_row = next.chunk / ROWS * 8 + piece;
       const bool inside = in_row * 8 < head_dim;
@@ -245,7 +246,7 @@ __global__ void __launch_bounds__(SCORE_WARPGROUPS *WARPGROUP, 1)
     }
     copy_commit();
     next.stage = next.stage + 1 == stages ? 0 : next.stage + 1;
-    if (++next.chunk == chunks) next.chunk = 0, next.tile += SCORE_WARPGROUPS;
+    if (++next.chunk == chunks) next.chunk = 0, next.tile += GROUPS;
   };
 
   const int chain = plan.terms == 1 ? 2 : 1; /* chunks */
@@ -263,7 +264,7 @@ __global__ void __launch_bounds__(SCORE_WARPGROUPS *WARPGROUP, 1)
 
     int stage = 0;
 #pragma unroll 1
-    for (int tile = mine; tile * ITEMS < items; tile += SCORE_WARPGROUPS) {
+    for (int tile = mine; tile * ITEMS < items; tile += GROUPS) {
       const int item0 = tile * ITEMS + warp * 16; /* the warp's first */
       float all[N / 2], sums[N / 2];
 #pragma unroll
@@ -349,6 +350,7 @@ template <class T, score_kind KIND, int N>
 int launch_score_wgmma(const score_call &a, const kvl_cuda_queue *q) {
   using shared = score_wgmma_shared<KIND, N>;
   constexpr int ROWS = KIND == SCORE_MINMAX ? 2 : 1, START = 6; /* tiles that a start costs */
+  constexpr int GROUPS = SCORE_WARPGROUPS<N>;
   const int group = (int)(a.heads / a.kv_heads), passes = ceil_div(group, N);
   score_wgmma_plan plan = {};
   plan.terms = score_terms<T>(a.dtype);
@@ -358,11 +360,11 @@ int launch_score_wgmma(const score_call &a, const kvl_cuda_queue *q) {
                           128;
   const int most = q->shared_optin - (int)sizeof(shared);
   const int64_t chunks = (most - 1024 - q_bytes) / SCORE_CHUNK;
-  if (chunks < 2 * SCORE_WARPGROUPS) {
-    if constexpr (N > 64) return launch_score_wgmma<T, KIND, 64>(a, q);
+  if (chunks < 2 * GROUPS) {
+    if constexpr (N > 32) return launch_score_wgmma<T, KIND, (N > 64 ? 64 : 32)>(a, q);
     return KVL_ERR_UNSUPPORTED;
   }
-  plan.stages = (int)std::min<int64_t>(chunks / SCORE_WARPGROUPS, 6);
+  plan.stages = (int)std::min<int64_t>(chunks / GROUPS, 6);
 
   const int64_t pairs = a.seqs * a.kv_heads;
   const int64_t per_block = KIND == SCORE_MAX_QK ? a.block_size : 1;
@@ -371,7 +373,7 @@ int launch_score_wgmma(const score_call &a, const kvl_cuda_queue *q) {
   for (int waves = 1; waves <= 4; waves++) {
     const int64_t parts = std::clamp<int64_t>(waves * q->sm_count / pairs, 1, tiles);
     const int64_t mine = (tiles + parts - 1) / parts;
-    const int64_t turns = ceil_div(mine, SCORE_WARPGROUPS) * SCORE_WARPGROUPS + START;
+    const int64_t turns = ceil_div(mine, GROUPS) * GROUPS + START;
     const int64_t time = ceil_div(pairs * parts, q->sm_count) * turns;
     if (time < least) least = time, each = mine;
   }
@@ -382,8 +384,8 @@ int launch_score_wgmma(const score_call &a, const kvl_cuda_queue *q) {
   int status = allow_shared<score_wgmma<T, KIND, N>>(q, most);
   if (status < 0) return status;
   return launch_programmatic(
-      score_wgmma<T, KIND, N>, (unsigned)(plan.parts * pairs), SCORE_WARPGROUPS * WARPGROUP,
-      1024 + q_bytes + (int64_t)SCORE_WARPGROUPS * plan.stages * SCORE_CHUNK, q, a, plan);
+      score_wgmma<T, KIND, N>, (unsigned)(plan.parts * pairs), GROUPS * WARPGROUP,
+      1024 + q_bytes + (int64_t)GROUPS * plan.stages * SCORE_CHUNK, q, a, plan);
 }
 
 /* Takes many heads, or terms of them, over 16-bit rows on Hopper; fails for other calls. */
@@ -398,11 +400,13 @@ int launch_score_wgmma(const score_call &a, const kvl_cuda_queue *q) {
     return KVL_ERR_UNSUPPORTED;
   const int64_t group = a.heads / a.kv_heads;
   const int terms = half ? score_terms<__half>(a.dtype) : score_terms<__nv_bfloat16>(a.dtype);
-  const int few = a.head_dim > 128 ? 16 : KIND == SCORE_MINMAX || terms == 1 ? 32 : 48;
+  const int few = a.head_dim > 128 ? 16 : KIND == SCORE_MAX_QK && terms == 1 ? 15 : 24;
   if (group * terms <= few) return KVL_ERR_UNSUPPORTED;
   auto by_heads = [&](auto x) {
     using T = decltype(x);
-    return group <= 64 ? launch_score_wgmma<T, KIND, 64>(a, q)
+    if (group <= 32) return launch_score_wgmma<T, KIND, 32>(a, q);
+    if (group <= 64) return launch_score_wgmma<T, KIND, 64>(a, q);
+    return group <= 96 ? launch_score_wgmma<T, KIND, 96>(a, q)
                        : launch_score_wgmma<T, KIND, 128>(a, q);
   };
   return half ? by_heads(__half()) : by_heads(__nv_bfloat16());
