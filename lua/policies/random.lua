@@ -6,7 +6,7 @@
 -- Fails   always: at a ratio r it keeps a given block with probability about r
 local kv = require "kvlab"
 
-local HEADS_MOST = 1024 -- of a model whose heads have tables of their own
+local HEADS_MOST = 1024 -- that have tables of their own
 
 --- The tensors for steps of a shape. A sequence's draws for a block lie together, so that
 -- they do not depend on the width of a step.

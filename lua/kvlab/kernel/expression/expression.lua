@@ -238,8 +238,8 @@ for name, one in pairs(M.leaves) do e[name] = one end
 
 --- The smaller, or the larger, of two. Of a number and NaN it is the number.
 e.min, e.max = operator "min", operator "max"
-for _, name in ipairs { "abs", "relu" } do e[name] = methods[name] end
-for name in pairs(rules.FUNCTIONS) do e[name] = methods[name] end
+for _, name in ipairs { "abs", "relu" } do e[name] = unary(name) end
+for name in pairs(rules.FUNCTIONS) do e[name] = unary(name) end
 
 --- a where the condition is true, else b.
 function e.where(condition, a, b)
