@@ -72,7 +72,7 @@ local function decode(seqs, is_recorded)
       engine:decode(list, ids)
       for _, seq in ipairs(list) do seq:truncate(context) end
     end, 31, true)
-    return { us = us, bytes = model:weight_bytes(),
+    return { us = us, bytes = model:weight_bytes(seqs),
              note = ("the host takes %.0f us"):format(host_us) }
   end
 end

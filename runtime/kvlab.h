@@ -364,6 +364,21 @@ int kvl_linear(const kvl_tensor *x, const kvl_tensor *norm, double eps,
 int kvl_linear_parts(const kvl_tensor *x, const kvl_tensor *norm, double eps,
                      const kvl_tensor *weight, const kvl_tensor *bias,
                      const kvl_tensor *const *outs, int parts);
+/* A layer of experts: out[r] = sum of weights[r][j] * down[e] (silu(g) * u) over j, where e is
+ * chosen[r][j], and g and u are the halves of gate_up[e] x[r]. An expert that no row has chosen
+ * is not read. A choice out of range adds nothing. Sums are accumulated in fp32; silu(g) * u is
+ * rounded to x's dtype, and on a GPU so is what an expert gives. out shares no memory with an
+ * input.
+ *  x        f32 f16 bf16  [rows, k]
+ *  chosen   i32           [rows, active]
+ *  weights  f32           [rows, active]
+ *  gate_up  like x        [experts, 2 * inner, k]   1 to 4096 experts
+ *  down     like x        [experts, k, inner]
+ *  out      like x        [rows, k]
+ * Source: Shazeer et al. 2017 (arXiv:1701.06538); Jiang et al. 2024 (Mixtral,
+ * arXiv:2401.04088). */
+int kvl_experts(const kvl_tensor *x, const kvl_tensor *chosen, const kvl_tensor *weights,
+                const kvl_tensor *gate_up, const kvl_tensor *down, const kvl_tensor *out);
 /* Rotates the pairs (first + i, first + pairs + i) of each head by positions[t] * inv_freq[i],
  * in place. Other numbers stay as they are. Source: Su et al. 2021, in the half-split form of
  * Hugging Face.

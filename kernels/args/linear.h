@@ -44,6 +44,18 @@ static inline struct kvl_linear_args kvl__linear_part(const struct kvl_linear_ar
   part.parts = 1;
   return part;
 }
+enum { KVL_EXPERTS_MOST = 4096 };
+/* inner: the numbers between the two matrices of an expert. */
+struct kvl_experts_args {
+  const void *x;
+  const int32_t *chosen;
+  const float *weights;
+  const void *gate_up, *down;
+  void *out;
+  int64_t rows, active, experts, k, inner;
+  void *workspace;
+  int32_t dtype;
+};
 struct kvl_rmsnorm_args {
   const void *x;
   void *residual; /* optional, in place */

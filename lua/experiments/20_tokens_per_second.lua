@@ -123,7 +123,7 @@ function Sitting:bytes(policy)
   engine.uses_graphs = true
   probe:detach()
   local seen = probe:metrics()
-  return self.model:weight_bytes() + #self.seqs * seen.bytes_read, seen
+  return self.model:weight_bytes(#self.seqs) + #self.seqs * seen.bytes_read, seen
 end
 
 -- ---- rows -----------------------------------------------------------------------------

@@ -3,11 +3,9 @@
 -- results are added with its weights. Shared experts, which DeepSeek has beside them,
 -- compute every token; together they are one MLP.
 --
--- A step must not wait for the device, which alone knows what the router chose. So every
--- expert computes every token, and those that were not chosen get the weight 0. This
--- costs `count` / `active` times the arithmetic of the chosen ones, and each step reads
--- the weights of all experts. Experts stand in groups, whose matrices are one: a product
--- for gate, one for up, and one for down that adds the experts of the group, too.
+-- A step must not wait for the device, which alone knows what the router chose. So one op
+-- (kv.ops.experts) sorts the tokens by expert and multiplies them on the device, and
+-- reads only the weights of the experts that some token chose.
 -- Source  Jiang et al. 2024, arXiv:2401.04088; Qwen3 Technical Report, arXiv:2505.09388
 local checkpoint = require "models.checkpoint"
 local fields = require "models.fields"
@@ -16,8 +14,6 @@ local router = require "models.router"
 
 local refuse = fields.refuse
 local M = {}
-
-local WIDTH = 8192 -- rows of a group's matrix, and numbers of an activation, at most
 
 --- How many experts a layer has: the field has several names.
 local function count_of(path, values, default)
@@ -33,16 +29,12 @@ local function count_of(path, values, default)
   return count or default, first or "num_experts"
 end
 
---- Completes x, whose count, active and inner are known: how many experts form a group.
+--- Checks that x has as many experts as are active.
 ---@param name string  of the field that says how many there are
 local function complete(path, x, name)
   if x.active > x.count then
     refuse(path, "num_experts_per_tok", x.active, ("at most %d, the %s"):format(x.count,
       name))
-  end
-  x.group = x.count
-  while x.group > 1 and (x.group * x.inner > WIDTH or x.count % x.group > 0) do
-    x.group = x.group - 1
   end
   return x
 end
@@ -52,9 +44,8 @@ end
 ---@param values table     as config.read gave them
 ---@param c table          the family's config, with layers, hidden and inner
 ---@param is_stacked? any  the matrices of a layer's experts are one tensor, as in GGUF
----@return table   # count, active, inner; group: experts of a group; is_normed: the
---                  weights of the chosen ones sum to 1; is_in: by layer from 0, whether
---                  it has experts
+---@return table   # count, active, inner; is_normed: the weights of the chosen ones sum
+--                  to 1; is_in: by layer from 0, whether it has experts
 function M.config(path, values, c, is_stacked)
   local is_mixtral = values.model_type == "mixtral"
   local count, name = count_of(path, values, is_mixtral and 8 or 128)
@@ -105,35 +96,34 @@ local function names(x, at, e)
            down = of .. "down_proj.weight" }
 end
 
---- One matrix of each expert of a group, [group, rows, columns].
-local function read_group(read, x, at, part, first, rows, columns)
-  local all
-  for e = 0, x.group - 1 do
-    local one = read(names(x, at, first + e)[part], { rows, columns })
-    all = all or kv.tensor(one.device, one:type(), { x.group, rows, columns })
-    all:index(e):copy_(one)
-    one:free()
+--- The matrices of all experts: gate_up [count, 2 * inner, hidden] and down [count,
+-- hidden, inner].
+local function read_experts(read, x, at, hidden)
+  local shapes = { gate = { x.inner, hidden }, up = { x.inner, hidden },
+                   down = { hidden, x.inner } }
+  local stacked, w = {}, {}
+  local function part(e, name)
+    local shape = shapes[name]
+    if not x.is_stacked then return read(names(x, at, e)[name], shape) end
+    stacked[name] = stacked[name]
+      or read(names(x, at)[name], { x.count, shape[1], shape[2] })
+    return stacked[name]:index(e)
   end
-  return all
-end
-
---- The matrices of the experts of a layer, a tensor for each group: for gate and up their
--- rows, one expert below the other; for down their columns, side by side.
-local function read_groups(read, x, at, part, rows, columns)
-  local list = {}
-  local stacked = x.is_stacked and read(names(x, at)[part], { x.count, rows, columns })
-  for first = 0, x.count - 1, x.group do
-    local group = stacked and stacked:narrow(first, x.group)
-      or read_group(read, x, at, part, first, rows, columns)
-    if part == "down" then
-      list[#list + 1] = group:transpose(0, 1):reshape { rows, x.group * columns }
-      if not stacked then group:free() end
-    else
-      list[#list + 1] = group:reshape { x.group * rows, columns }
+  for e = 0, x.count - 1 do
+    for i, name in ipairs { "gate", "up", "down" } do
+      local one = part(e, name)
+      if not w.down then
+        w.gate_up = kv.tensor(one.device, one:type(), { x.count, 2 * x.inner, hidden })
+        w.down = kv.tensor(one.device, one:type(), { x.count, hidden, x.inner })
+      end
+      local to = name == "down" and w.down:index(e)
+        or w.gate_up:index(e):narrow((i - 1) * x.inner, x.inner)
+      to:copy_(one)
+      if not x.is_stacked then one:free() end
     end
   end
-  if stacked and part == "down" then stacked:free() end
-  return list
+  for _, whole in pairs(stacked) do whole:free() end
+  return w
 end
 
 --- Reads the weights of a layer.
@@ -143,10 +133,8 @@ function M.load(read, at, c)
   local x = c.experts
   local gate = x.is_mixtral and not x.is_stacked and "block_sparse_moe.gate."
     or "mlp.gate."
-  local w = { config = x, router = read(at .. gate .. "weight", { x.count, c.hidden }),
-              gate = read_groups(read, x, at, "gate", x.inner, c.hidden),
-              up = read_groups(read, x, at, "up", x.inner, c.hidden),
-              down = read_groups(read, x, at, "down", c.hidden, x.inner) }
+  local w = read_experts(read, x, at, c.hidden)
+  w.config, w.router = x, read(at .. gate .. "weight", { x.count, c.hidden })
   if x.is_sigmoid then
     w.bias = read(at .. gate .. "e_score_correction_bias", { x.count }, "f32")
       :reshape { 1, x.count }
@@ -160,9 +148,12 @@ function M.load(read, at, c)
   return w
 end
 
---- Bytes of the weights, all of which a step reads.
-function M.bytes_read(w)
-  local bytes = w.router:bytes() + 3 * #w.gate * w.gate[1]:bytes()
+--- Bytes of the weights that a step of `rows` tokens reads, if each of them chooses any
+-- expert as often as any other.
+function M.bytes_read(w, rows)
+  local x = w.config
+  local share = 1 - (1 - x.active / x.count) ^ rows
+  local bytes = w.router:bytes() + share * (w.gate_up:bytes() + w.down:bytes())
   if w.bias then bytes = bytes + w.bias:bytes() end
   if w.shared_down then
     bytes = bytes + w.shared_gate_up:bytes() + w.shared_down:bytes()
@@ -172,50 +163,20 @@ end
 
 --- Numbers of each activation for one token.
 function M.buffers(c)
-  local x = c.experts
-  return { expert_gate = x.group * x.inner, expert_up = x.group * x.inner,
-           expert_out = c.hidden, routed = x.count, expert_shared = x.shared }
+  return { routed = c.experts.count, expert_shared = c.experts.shared }
 end
 
 --- Activations of a step of n tokens.
 function M.views(c, device, buffers, n)
   local x = c.experts
-  local routed, groups = buffers.routed:narrow(0, n), x.count / x.group
-  local by_group = kv.tensor(device, routed:type(), { groups, n, x.group })
-  local s = {
-    gate = buffers.expert_gate:narrow(0, n), up = buffers.expert_up:narrow(0, n),
-    out = buffers.expert_out:narrow(0, n), routed = routed, by_group = by_group,
-    shared = x.shared and buffers.expert_shared:narrow(0, n),
-    router = router.views(x, device, routed, n), column = {},
-  }
-  s.of_group = routed:reshape { n, groups, x.group }
-  s.each = s.gate:reshape { n, x.group, x.inner }
-  for g = 1, groups do s.column[g] = by_group:index(g - 1):reshape { n, x.group, 1 } end
-  return s
-end
-
---- The weight of every expert for every token, in s.column.
-local function route(w, h, s)
-  router.route(w.config, w, h, s.router)
-  s.router.weights:cast(s.routed:type(), s.routed)
-  s.of_group:transpose(0, 1, s.by_group)
+  return { shared = x.shared and buffers.expert_shared:narrow(0, n),
+           router = router.views(x, device, buffers.routed:narrow(0, n), n) }
 end
 
 --- out = the experts' results for h [n, hidden].
 function M.forward(w, h, s, out)
-  route(w, h, s)
-  for g = 1, #w.gate do
-    h:matmul_t(w.gate[g], s.gate)
-    h:matmul_t(w.up[g], s.up)
-    kv.ops.silu_mul(s.gate, s.up, s.gate)
-    s.each:mul(s.column[g], s.each)
-    if g == 1 then
-      s.gate:matmul_t(w.down[g], out)
-    else
-      s.gate:matmul_t(w.down[g], s.out)
-      out:add(s.out, out)
-    end
-  end
+  local which, weights = router.route(w.config, w, h, s.router)
+  kv.ops.experts(h, which, weights, w.gate_up, w.down, out)
   if not w.shared_down then return end
   kv.ops.linear(h, w.shared_gate_up, s.shared, "swiglu")
   kv.ops.linear(s.shared, w.shared_down, out, "add")

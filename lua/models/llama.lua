@@ -261,13 +261,14 @@ function M.random(given, o)
   return build(configure(file), o, file)
 end
 
---- Bytes that a decoded token reads of the weights: all of them, but for the embedding.
-function Model:weight_bytes()
+--- Bytes that a decode step of `rows` (1) sequences reads of the weights: all but the
+-- embedding, and of experts as many as that many tokens choose on average.
+function Model:weight_bytes(rows)
   local bytes = self.head:bytes() + self.norm:bytes()
   for _, layer in pairs(self.layers) do
     for _, weight in pairs(layer) do
       bytes = bytes + (kv.is_tensor(weight) and weight:bytes()
-        or experts.bytes_read(weight))
+        or experts.bytes_read(weight, rows or 1))
     end
   end
   return bytes

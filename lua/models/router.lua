@@ -61,7 +61,7 @@ function M.views(x, device, routed, n)
   local function of(dtype, ...) return kv.tensor(device, dtype, { ... }) end
   local s = { routed = routed, scores = of("f32", n, x.count),
               best = of("f32", n, x.active), which = of("i32", n, x.active),
-              sum = of("f32", n), weights = of("f32", n, x.count) }
+              sum = of("f32", n) }
   s.sum_column = s.sum:reshape { n, 1 }
   if x.is_sigmoid or x.groups then s.choice = of("f32", n, x.count) end
   if x.groups then add_groups(x, s, of, n) end
@@ -89,11 +89,13 @@ local function score(x, w, h, s)
   if x.is_sigmoid then s.scores:sigmoid(s.scores) else s.scores:softmax(1, s.scores) end
 end
 
---- The weight of every expert for every token: f32 [n, count], 0 for most, in s.weights.
+--- Chooses the experts of every token.
 ---@param x table        of the experts
 ---@param w table        router [count, hidden] and, with sigmoid, bias f32 [1, count]
 ---@param h kvlab.Tensor [n, hidden]
 ---@param s table        see views
+---@return kvlab.Tensor  # which experts, i32 [n, active]
+---@return kvlab.Tensor  # their weights, f32 [n, active]
 function M.route(x, w, h, s)
   score(x, w, h, s)
   local choice = s.choice or s.scores
@@ -108,8 +110,7 @@ function M.route(x, w, h, s)
     s.best:div(s.sum_column, s.best)
   end
   if x.factor then s.best:mul(x.factor, s.best) end
-  s.weights:fill_(0)
-  s.weights:scatter_(s.which, s.best)
+  return s.which, s.best
 end
 
 return M

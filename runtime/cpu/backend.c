@@ -23,7 +23,8 @@
   KVL_OPS(KVL_PROTO_##isa)                                          \
   size_t kvl_cpu_paged_attention_workspace_##isa(const void *args); \
   size_t kvl_cpu_matmul_workspace_##isa(const void *args);          \
-  size_t kvl_cpu_linear_workspace_##isa(const void *args);
+  size_t kvl_cpu_linear_workspace_##isa(const void *args);          \
+  size_t kvl_cpu_experts_workspace_##isa(const void *args);
 #define KVL_PROTO_plain(op) kvl_kernel kvl_cpu_##op##_plain;
 #define KVL_PROTO_avx2(op) kvl_kernel kvl_cpu_##op##_avx2;
 #define KVL_PROTO_avx512(op) kvl_kernel kvl_cpu_##op##_avx512;
@@ -45,12 +46,13 @@ struct isa {
   const char *name, *words;
   kvl_kernel *const *kernels;
   size_t (*attention_workspace)(const void *args), (*matmul_workspace)(const void *args);
-  size_t (*linear_workspace)(const void *args);
+  size_t (*linear_workspace)(const void *args), (*experts_workspace)(const void *args);
 };
 #define KVL_ISA_ROW(isa, words)                                          \
   {                                                                      \
 #isa, words, kernels_##isa, kvl_cpu_paged_attention_workspace_##isa, \
-        kvl_cpu_matmul_workspace_##isa, kvl_cpu_linear_workspace_##isa   \
+        kvl_cpu_matmul_workspace_##isa, kvl_cpu_linear_workspace_##isa,  \
+        kvl_cpu_experts_workspace_##isa                                  \
   }
 /* From the slowest to the fastest. */
 static const struct isa isas[] = {
@@ -202,6 +204,7 @@ static size_t workspace(void *ctx, enum kvl_op op, const void *args) {
   if (op == KVL_OP_paged_attention) return isa->attention_workspace(args);
   if (op == KVL_OP_matmul) return isa->matmul_workspace(args);
   if (op == KVL_OP_linear) return isa->linear_workspace(args);
+  if (op == KVL_OP_experts) return isa->experts_workspace(args);
   return 0;
 }
 

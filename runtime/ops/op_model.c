@@ -118,6 +118,41 @@ int kvl_linear_parts(const kvl_tensor *x, const kvl_tensor *norm, double eps,
   return linear(&c, x, norm, eps, weight, bias, KVL_LINEAR_PLAIN, outs, parts);
 }
 
+int kvl_experts(const kvl_tensor *x, const kvl_tensor *chosen, const kvl_tensor *weights,
+                const kvl_tensor *gate_up, const kvl_tensor *down, const kvl_tensor *out) {
+  struct kvl__call c = {.op = "experts"};
+  kvl__arg(&c, "x", x, KVL__FLOAT, "rows k");
+  kvl__arg(&c, "chosen", chosen, KVL__I32, "rows active");
+  kvl__arg(&c, "weights", weights, KVL__F32, "rows active");
+  kvl__arg(&c, "gate_up", gate_up, kvl__like(x), "experts both k");
+  kvl__arg(&c, "down", down, kvl__like(x), "experts k inner");
+  kvl__arg(&c, "out", out, kvl__like(x), "rows k");
+  const int64_t experts = kvl__dim(&c, "experts"), inner = kvl__dim(&c, "inner");
+  if (c.status >= 0 && gate_up->shape[1] != 2 * inner)
+    kvl__call_fail(&c,
+                   "gate_up has %lld rows an expert and down %lld columns, expected twice "
+                   "as many rows as columns",
+                   (long long)gate_up->shape[1], (long long)inner);
+  if (c.status >= 0 && (experts < 1 || experts > KVL_EXPERTS_MOST))
+    kvl__call_fail(&c, "gate_up has %lld experts, expected 1 to %d", (long long)experts,
+                   KVL_EXPERTS_MOST);
+  if (c.status >= 0 && chosen->count > INT32_MAX / 4)
+    kvl__call_fail(&c, "chosen has %lld numbers, expected at most %d",
+                   (long long)chosen->count, INT32_MAX / 4);
+  expect_apart(&c, out, "x", x);
+  expect_apart(&c, out, "chosen", chosen);
+  expect_apart(&c, out, "weights", weights);
+  expect_apart(&c, out, "gate_up", gate_up);
+  expect_apart(&c, out, "down", down);
+  if (c.status < 0) return c.status;
+  struct kvl_experts_args args = {x->ptr,    chosen->ptr, weights->ptr, gate_up->ptr,
+                                  down->ptr, out->ptr,    x->shape[0],  chosen->shape[1],
+                                  experts,   x->shape[1], inner,        NULL,
+                                  x->dtype};
+  args.workspace = kvl__call_workspace(&c, KVL_OP_experts, &args);
+  return KVL__LAUNCH(&c, experts, args);
+}
+
 static void expect_pairs(struct kvl__call *c, const kvl_tensor *inv_freq, int64_t first) {
   const int64_t dim = kvl__dim(c, "head_dim"), most = (dim - first) / 2;
   if (c->status >= 0 && (first < 0 || first > dim))

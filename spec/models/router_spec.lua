@@ -75,10 +75,15 @@ support.each_device(function(dev)
         local logits = h:matmul_t(w.router)
         for _, launch in ipairs { function() router.route(x, w, h, s) end,
                                   function() graph:replay() end } do
-          s.weights:fill_(0 / 0)
+          s.best:fill_(0 / 0)
+          s.which:fill_(-1)
           launch()
           for row = 0, N - 1 do
-            local got = s.weights:index(row):list()
+            local got, which = {}, s.which:index(row):list()
+            for e = 1, x.count do got[e] = 0 end
+            for k, weight in ipairs(s.best:index(row):list()) do
+              got[which[k] + 1] = got[which[k] + 1] + weight
+            end
             local wanted = by_hand(x, logits:index(row):list(), bias and bias:list())
             for e = 1, x.count do
               assert.near(wanted[e], got[e], TOLERANCE * (x.factor or 1))

@@ -94,6 +94,22 @@ function M.linear(x, weight, out, form, norm, eps, bias)
   return out
 end
 
+--- A layer of experts: out[r] = sum of weights[r][j] * what the expert chosen[r][j] gives
+-- for x[r], which is down (silu(g) * u), where g and u are the halves of gate_up x[r].
+-- Experts that no row has chosen are not read. x and out are [rows, k], chosen i32 and
+-- weights f32 [rows, active], gate_up [experts, 2 * inner, k], down [experts, k, inner].
+function M.experts(x, chosen, weights, gate_up, down, out)
+  expect_tensor("experts", "x", x)
+  expect_tensor("experts", "chosen", chosen)
+  expect_tensor("experts", "weights", weights)
+  expect_tensor("experts", "gate_up", gate_up)
+  expect_tensor("experts", "down", down)
+  if out ~= nil then expect_tensor("experts", "out", out) end
+  out = out or tensor.open_like(x)
+  check(C.kvl_experts(x, chosen, weights, gate_up, down, out))
+  return out
+end
+
 --- Rotates x [tokens, heads, head_dim] in place, from the number `first` (0) of each head
 -- on.
 function M.rope(x, positions, inv_freq, first)
