@@ -141,6 +141,16 @@ typedef enum kvl_linear_form {
   KVL_LINEAR_SWIGLU, /* out = silu(first half of y) * second half */
 } kvl_linear_form;
 
+/* How a router chooses among experts. A score is the softmax over all logits, or the sigmoid of
+ * one. If there are several groups of neighbouring experts, only those of the open_groups best
+ * groups can be chosen; a group is as good as its best expert, or with a sigmoid as its two
+ * best together. Weights are the scores of the chosen ones, divided by their sum if is_normed,
+ * times `factor`. */
+typedef struct kvl_router {
+  int32_t is_sigmoid, is_normed, groups, open_groups;
+  float factor;
+} kvl_router;
+
 /* A budget says how many of a sequence's n blocks may be selected: ceil(ratio * n), or
  * `blocks` if ratio < 0. The number is at least min_blocks, at least sink + recent, and at
  * most n. */

@@ -364,6 +364,16 @@ int kvl_linear(const kvl_tensor *x, const kvl_tensor *norm, double eps,
 int kvl_linear_parts(const kvl_tensor *x, const kvl_tensor *norm, double eps,
                      const kvl_tensor *weight, const kvl_tensor *bias,
                      const kvl_tensor *const *outs, int parts);
+/* Chooses the experts of each row: the `active` ones whose score, with the bias added, is best,
+ * in falling order. Of equal ones the first wins; NaN is below every number. Scores and weights
+ * are computed in fp32, and the bias is not part of the weights.
+ *  logits   f32 f16 bf16  [rows, experts]   1 to 4096 experts
+ *  bias     f32           [experts]         may be NULL
+ *  chosen   i32           [rows, active]    1 <= active <= the experts of open groups
+ *  weights  f32           [rows, active]
+ * Source: DeepSeek-AI 2024 (DeepSeek-V3, arXiv:2412.19437). */
+int kvl_route(const kvl_tensor *logits, const kvl_tensor *bias, const kvl_router *router,
+              const kvl_tensor *chosen, const kvl_tensor *weights);
 /* A layer of experts: out[r] = sum of weights[r][j] * down[e] (silu(g) * u) over j, where e is
  * chosen[r][j], and g and u are the halves of gate_up[e] x[r]. An expert that no row has chosen
  * is not read. A choice out of range adds nothing. Sums are accumulated in fp32; silu(g) * u is

@@ -45,6 +45,15 @@ static inline struct kvl_linear_args kvl__linear_part(const struct kvl_linear_ar
   return part;
 }
 enum { KVL_EXPERTS_MOST = 4096 };
+struct kvl_route_args {
+  const void *logits;
+  const float *bias; /* optional */
+  int32_t *chosen;
+  float *weights;
+  int64_t rows, experts, active;
+  struct kvl_router router;
+  int32_t dtype;
+};
 /* inner: the numbers between the two matrices of an expert. */
 struct kvl_experts_args {
   const void *x;

@@ -36,8 +36,8 @@
 -- what `./kvlab bench R --json` printed on that GPU, the picture shows the limit of each
 -- bar: the tokens a second if a step took as long as a plain read of its bytes.
 --
--- prompts: SEQUENCESxTOKENS, K is 1024. model: 8b, glm-flash, v32, or small (4 layers),
--- which is what a CPU gets, and v32-small (models/shapes.lua). 8b takes 16 GB for the
+-- prompts: SEQUENCESxTOKENS, K is 1024. model: 8b, glm-flash, v32, v32-experts, or small
+-- (4 layers), which is what a CPU gets, and v32-small (models/shapes.lua). 8b takes 16 GB for the
 -- weights, and 34 GB for K and V of 8 x 32K or 2 x 128K.
 local costs = require "kvlab.experiment.costs"
 local files = require "kvlab.files"

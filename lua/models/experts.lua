@@ -137,7 +137,6 @@ function M.load(read, at, c)
   w.config, w.router = x, read(at .. gate .. "weight", { x.count, c.hidden })
   if x.is_sigmoid then
     w.bias = read(at .. gate .. "e_score_correction_bias", { x.count }, "f32")
-      :reshape { 1, x.count }
   end
   if x.shared then
     local of = at .. "mlp.shared_experts."
@@ -175,7 +174,7 @@ end
 
 --- out = the experts' results for h [n, hidden].
 function M.forward(w, h, s, out)
-  local which, weights = router.route(w.config, w, h, s.router)
+  local which, weights = router.route(w, h, s.router)
   kv.ops.experts(h, which, weights, w.gate_up, w.down, out)
   if not w.shared_down then return end
   kv.ops.linear(h, w.shared_gate_up, s.shared, "swiglu")

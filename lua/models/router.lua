@@ -14,7 +14,7 @@
 local fields = require "models.fields"
 local kv = require "kvlab"
 
-local C, check, refuse = kv.C, kv.check, fields.refuse
+local refuse = fields.refuse
 local M = {}
 
 --- Checks the groups of a router.
@@ -38,79 +38,28 @@ function M.check_groups(path, values, x, least)
   if open < groups then x.groups, x.open_groups = groups, open end
 end
 
---- Views for the choice among groups.
-local function add_groups(x, s, of, n)
-  local each, best = x.count / x.groups, x.is_sigmoid and 2 or 1
-  s.in_groups = s.choice:reshape { n, x.groups, each }
-  s.group_rows = s.choice:reshape { n * x.groups, each }
-  s.group_best = of("f32", n * x.groups, best)
-  s.group_which = of("i32", n * x.groups, best)
-  s.group_scores = of("f32", n * x.groups)
-  s.group_table = s.group_scores:reshape { n, x.groups }
-  s.open_scores = of("f32", n, x.open_groups)
-  s.open_groups = of("i32", n, x.open_groups)
-  s.zeros = of("f32", n, x.open_groups):fill_(0)
-  s.closed = of("f32", n, x.groups)
-  s.closed_column = s.closed:reshape { n, x.groups, 1 }
-end
-
---- Views and tensors of a step of n tokens. A router computes in f32.
----@param x table               of the experts: count, active, groups …
----@param routed kvlab.Tensor   [n, count] in the model's dtype
+--- What a step of n tokens needs. Scores are computed in f32; transformers rounds the
+-- logits of some families to the model's dtype.
+---@param x table              of the experts: count, active, groups …
+---@param routed kvlab.Tensor  [n, count] in the model's dtype
 function M.views(x, device, routed, n)
-  local function of(dtype, ...) return kv.tensor(device, dtype, { ... }) end
-  local s = { routed = routed, scores = of("f32", n, x.count),
-              best = of("f32", n, x.active), which = of("i32", n, x.active),
-              sum = of("f32", n) }
-  s.sum_column = s.sum:reshape { n, 1 }
-  if x.is_sigmoid or x.groups then s.choice = of("f32", n, x.count) end
-  if x.groups then add_groups(x, s, of, n) end
-  return s
-end
-
---- Sets the scores of experts to -inf, except in the best groups.
-local function close_groups(s)
-  check(C.kvl_topk(s.group_rows, C.KVL_TOPK_LARGEST, s.group_best, s.group_which))
-  s.group_best:sum(1, s.group_scores)
-  check(C.kvl_topk(s.group_table, C.KVL_TOPK_LARGEST, s.open_scores, s.open_groups))
-  s.closed:fill_(-math.huge)
-  s.closed:scatter_(s.open_groups, s.zeros)
-  s.in_groups:add(s.closed_column, s.in_groups)
-end
-
---- The score of every expert, in s.scores.
-local function score(x, w, h, s)
-  if x.is_exact then
-    h:matmul_t(w.router, s.scores)
-  else -- transformers rounds these to the model's dtype
-    h:matmul_t(w.router, s.routed)
-    s.routed:cast("f32", s.scores)
-  end
-  if x.is_sigmoid then s.scores:sigmoid(s.scores) else s.scores:softmax(1, s.scores) end
+  local logits = x.is_exact and kv.tensor(device, "f32", { n, x.count }) or routed
+  return { logits = logits, is_sigmoid = x.is_sigmoid, is_normed = x.is_normed,
+           groups = x.groups, open_groups = x.open_groups, factor = x.factor,
+           chosen = kv.tensor(device, "i32", { n, x.active }),
+           weights = kv.tensor(device, "f32", { n, x.active }) }
 end
 
 --- Chooses the experts of every token.
----@param x table        of the experts
----@param w table        router [count, hidden] and, with sigmoid, bias f32 [1, count]
+---@param w table        router [count, hidden] and, with sigmoid, bias f32 [count]
 ---@param h kvlab.Tensor [n, hidden]
 ---@param s table        see views
 ---@return kvlab.Tensor  # which experts, i32 [n, active]
 ---@return kvlab.Tensor  # their weights, f32 [n, active]
-function M.route(x, w, h, s)
-  score(x, w, h, s)
-  local choice = s.choice or s.scores
-  if w.bias then s.scores:add(w.bias, choice)
-  elseif s.choice then choice:copy_(s.scores) end
-  if x.groups then close_groups(s) end
-  check(C.kvl_topk(choice, C.KVL_TOPK_LARGEST, s.best, s.which))
-  if s.choice then s.scores:gather(s.which, s.best) end
-  if x.is_normed then
-    s.best:sum(1, s.sum)
-    if x.is_sigmoid then s.sum:add(1e-20, s.sum) end
-    s.best:div(s.sum_column, s.best)
-  end
-  if x.factor then s.best:mul(x.factor, s.best) end
-  return s.which, s.best
+function M.route(w, h, s)
+  h:matmul_t(w.router, s.logits)
+  s.bias = w.bias
+  return kv.ops.step.route(s)
 end
 
 return M

@@ -12,11 +12,14 @@ local M = {}
 -- 8b: Llama-3-8B. small: a small version of it, for a CPU. glm-flash: GLM-4.7-Flash,
 -- which are the defaults of its family; in bf16 its weights take 60 GB. v32: 8 layers of
 -- DeepSeek-V3.2, all as its first three, because the experts of one layer take 22 GB.
--- v32-small: a small version of it.
+-- v32-experts: its first seven layers, of which four have experts; 100 GB. v32-small: a
+-- small version of v32.
 local SHAPES = {
   ["glm-flash"] = { model_type = "glm4_moe_lite" },
   v32 = { model_type = "deepseek_v32", num_hidden_layers = 8, first_k_dense_replace = 8,
           n_routed_experts = 16, max_position_embeddings = 163840 },
+  ["v32-experts"] = { model_type = "deepseek_v32", num_hidden_layers = 7,
+                      max_position_embeddings = 163840 },
   ["v32-small"] = {
     model_type = "deepseek_v32", num_hidden_layers = 2, first_k_dense_replace = 2,
     hidden_size = 256, intermediate_size = 512, num_attention_heads = 8,
@@ -36,7 +39,7 @@ local SHAPES = {
 function M.has(name) return SHAPES[name] ~= nil end
 
 --- A model of a shape, with random weights.
----@param keys table  model: "8b", "glm-flash", "v32", "small" or "v32-small"; dtype, seed
+---@param keys table  model: one of the above; dtype, seed
 ---@return table model
 function M.open(keys)
   local shape = SHAPES[keys.model]

@@ -118,6 +118,42 @@ int kvl_linear_parts(const kvl_tensor *x, const kvl_tensor *norm, double eps,
   return linear(&c, x, norm, eps, weight, bias, KVL_LINEAR_PLAIN, outs, parts);
 }
 
+static void expect_experts(struct kvl__call *c, const char *name, int64_t experts) {
+  if (c->status >= 0 && (experts < 1 || experts > KVL_EXPERTS_MOST))
+    kvl__call_fail(c, "%s has %lld experts, expected 1 to %d", name, (long long)experts,
+                   KVL_EXPERTS_MOST);
+}
+
+int kvl_route(const kvl_tensor *logits, const kvl_tensor *bias, const kvl_router *router,
+              const kvl_tensor *chosen, const kvl_tensor *weights) {
+  struct kvl__call c = {.op = "route"};
+  kvl__arg(&c, "logits", logits, KVL__FLOAT, "rows experts");
+  kvl__arg(&c, "bias?", bias, KVL__F32, "experts");
+  kvl__arg(&c, "chosen", chosen, KVL__I32, "rows active");
+  kvl__arg(&c, "weights", weights, KVL__F32, "rows active");
+  const int64_t experts = kvl__dim(&c, "experts"), active = kvl__dim(&c, "active");
+  expect_experts(&c, "logits", experts);
+  if (c.status >= 0 && !router) kvl__call_fail(&c, "router is NULL, expected a kvl_router");
+  if (c.status < 0) return c.status;
+  const int groups = router->groups, open = router->open_groups;
+  if (groups < 1 || experts % groups)
+    kvl__call_fail(&c, "groups is %d, expected a divisor of the %lld experts", groups,
+                   (long long)experts);
+  else if (open < 1 || open > groups)
+    kvl__call_fail(&c, "open_groups is %d, expected 1 to groups = %d", open, groups);
+  else if (active < 1 || active > experts / groups * open)
+    kvl__call_fail(&c,
+                   "chosen has %lld columns, expected 1 to the %lld experts of open groups",
+                   (long long)active, (long long)(experts / groups * open));
+  if (c.status < 0) return c.status;
+  struct kvl_route_args args = {logits->ptr,      bias ? bias->ptr : NULL,
+                                chosen->ptr,      weights->ptr,
+                                logits->shape[0], experts,
+                                active,           *router,
+                                logits->dtype};
+  return KVL__LAUNCH(&c, route, args);
+}
+
 int kvl_experts(const kvl_tensor *x, const kvl_tensor *chosen, const kvl_tensor *weights,
                 const kvl_tensor *gate_up, const kvl_tensor *down, const kvl_tensor *out) {
   struct kvl__call c = {.op = "experts"};
@@ -133,9 +169,7 @@ int kvl_experts(const kvl_tensor *x, const kvl_tensor *chosen, const kvl_tensor 
                    "gate_up has %lld rows an expert and down %lld columns, expected twice "
                    "as many rows as columns",
                    (long long)gate_up->shape[1], (long long)inner);
-  if (c.status >= 0 && (experts < 1 || experts > KVL_EXPERTS_MOST))
-    kvl__call_fail(&c, "gate_up has %lld experts, expected 1 to %d", (long long)experts,
-                   KVL_EXPERTS_MOST);
+  expect_experts(&c, "gate_up", experts);
   if (c.status >= 0 && chosen->count > INT32_MAX / 4)
     kvl__call_fail(&c, "chosen has %lld numbers, expected at most %d",
                    (long long)chosen->count, INT32_MAX / 4);

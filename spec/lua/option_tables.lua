@@ -43,6 +43,13 @@ M["kv.ops.paged_attention"] = {
   end,
   call = function(a) kv.ops.paged_attention(a) end,
 }
+M["kv.ops.route"] = {
+  good = function()
+    return { logits = zeros(2, 8), bias = zeros(8), active = 2, is_sigmoid = true,
+             is_normed = true, groups = 4, open_groups = 2, factor = 2.5 }
+  end,
+  call = function(a) kv.ops.route(a) end,
+}
 M["kv.format"] = {
   good = function()
     return { codec = "f8e4m3", kv_heads = 2, block_size = 4, head_dim = 16,

@@ -68,20 +68,20 @@ support.each_device(function(dev)
         local w = { router = kv.randn(dev, "f32", { x.count, HIDDEN },
           { seed = 50 + i }) }
         local bias = x.is_sigmoid
-          and kv.randn(dev, "f32", { 1, x.count }, { seed = 90 + i, std = 0.5 })
+          and kv.randn(dev, "f32", { x.count }, { seed = 90 + i, std = 0.5 })
         w.bias = bias or nil
         local s = router.views(x, dev, kv.tensor(dev, "f32", { N, x.count }), N)
-        local graph = kv.graph(function() router.route(x, w, h, s) end, dev)
+        local graph = kv.graph(function() router.route(w, h, s) end, dev)
         local logits = h:matmul_t(w.router)
-        for _, launch in ipairs { function() router.route(x, w, h, s) end,
+        for _, launch in ipairs { function() router.route(w, h, s) end,
                                   function() graph:replay() end } do
-          s.best:fill_(0 / 0)
-          s.which:fill_(-1)
+          s.weights:fill_(0 / 0)
+          s.chosen:fill_(-1)
           launch()
           for row = 0, N - 1 do
-            local got, which = {}, s.which:index(row):list()
+            local got, which = {}, s.chosen:index(row):list()
             for e = 1, x.count do got[e] = 0 end
-            for k, weight in ipairs(s.best:index(row):list()) do
+            for k, weight in ipairs(s.weights:index(row):list()) do
               got[which[k] + 1] = got[which[k] + 1] + weight
             end
             local wanted = by_hand(x, logits:index(row):list(), bias and bias:list())

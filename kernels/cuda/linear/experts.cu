@@ -9,7 +9,8 @@
  * of row and choice by expert into tiles of rows, and the kernels after it take as many
  * tiles as there are. Rows are collected, multiplied by both matrices, and added up. Products
  * on Hopper are those of experts_wgmma.cuh. In f32, on other GPUs, and for sizes that TMA
- * does not take, warps multiply rows of a matrix with up to eight rows of x.
+ * does not take, warps multiply rows of a matrix with up to eight rows of x. For a few rows
+ * there is no plan: every choice has a tile of its own.
  * Where a row lies in its expert's tiles depends on timing, and its result does not.
  * Limit: see experts_wgmma.cuh. Measured: docs/performance.md */
 #include "args/elementwise.h"
@@ -21,7 +22,7 @@
 namespace kvl {
 namespace {
 
-enum { PLAN_THREADS = 1024, ROW_WARPS = 8, EXPERT_ROWS = 8 };
+enum { PLAN_THREADS = 1024, ROW_WARPS = 8, EXPERT_ROWS = 8, UNPLANNED = 4 };
 
 /* ---- the plan ------------------------------------------------------------------------- */
 
@@ -49,9 +50,11 @@ int rows_of_tile(const kvl_experts_args &g) {
   return rows;
 }
 
-/* The fewest rows come with a small tile: the workspace must do for every kernel. */
-experts_room room_of(const kvl_experts_args &g, int rows) {
-  const int64_t pairs = g.rows * g.active, most = pairs < g.experts ? pairs : g.experts;
+experts_room room_of(const kvl_experts_args &g) {
+  const bool is_planned = g.rows > UNPLANNED;
+  const int rows = is_planned ? rows_of_tile(g) : (int)EXPERT_ROWS;
+  const int64_t pairs = g.rows * g.active;
+  const int64_t most = is_planned && pairs > g.experts ? g.experts : pairs;
   const size_t element = g.dtype == KVL_DTYPE_F32 ? 4 : 2;
   experts_room r = {rows, (int)(most + (pairs - most) / rows)};
   const int64_t slots = (int64_t)r.tiles * rows;
@@ -64,7 +67,7 @@ experts_room room_of(const kvl_experts_args &g, int rows) {
   r.tile = take(r.tiles, sizeof(expert_tile));
   r.row_of = take(slots, sizeof(int));
   r.slot_of = take(pairs, sizeof(int));
-  r.x = take(slots * g.k, element);
+  r.x = take(is_planned ? slots * g.k : 0, element);
   r.between = take(slots * g.inner, element);
   r.y = take(slots * g.k, element);
   return r;
@@ -134,8 +137,9 @@ __global__ void __launch_bounds__(ROW_THREADS)
   const int64_t row = i / pieces, at = (i - row * pieces) * N;
   float sum[N] = {};
   for (int64_t j = row * g.active; j < (row + 1) * g.active; j++) {
-    const int slot = slot_of[j];
-    if (slot < 0) continue;
+    const bool is_there = (uint32_t)g.chosen[j] < (uint64_t)g.experts;
+    if (!is_there) continue;
+    const int64_t slot = slot_of ? slot_of[j] : j * EXPERT_ROWS;
     const float weight = g.weights[j];
     float v[N];
     load_floats(y + slot * g.k + at, v);
@@ -157,16 +161,17 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
   wait_for_previous();
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const int64_t parts = g.rows / EXPERT_ROWS; /* of a tile of rows */
-  const int64_t items = *g.count * parts * g.cuts, matrix = (g.swiglu ? 2 : 1) * g.units * k;
+  const int64_t items = g.tiles_there() * parts * g.cuts,
+                matrix = (g.swiglu ? 2 : 1) * g.units * k;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     const int64_t part = item / g.cuts, tile = part / parts;
     const int unit = (int)(item - part * g.cuts) * ROW_WARPS + warp;
     const int first = (int)(part - tile * parts) * EXPERT_ROWS;
-    const expert_tile of = g.tiles[tile];
+    const expert_tile of = g.tile((int)tile);
     const int there = min(of.rows - first, (int)EXPERT_ROWS);
     if (unit >= g.units || there <= 0) continue;
     const T *const w = weights + of.expert * matrix + unit * k;
-    const int64_t slot = tile * g.rows + first;
+    const int64_t slot = tile * g.rows + first, from = tile / g.share * g.step + first;
     float y[EXPERT_ROWS] = {}, z[EXPERT_ROWS] = {};
     for (int64_t i = lane * N; i < k; i += WARP * N) {
       float a[N], b[N] = {}, c[N];
@@ -175,7 +180,7 @@ __global__ void __launch_bounds__(ROW_WARPS *WARP)
 #pragma unroll
       for (int r = 0; r < EXPERT_ROWS; r++) {
         if (r >= there) break;
-        load_floats(x + (slot + r) * k + i, c);
+        load_floats(x + (from + r) * k + i, c);
 #pragma unroll
         for (int e = 0; e < N; e++) {
           y[r] += a[e] * c[e];
@@ -215,13 +220,13 @@ int columns_for(const kvl_experts_args &g, int rows, int64_t height,
 bool takes_experts_wgmma(const kvl_experts_args &g, const kvl_cuda_queue *q) {
   return is_hopper_device(q->device) && g.k % 64 == 0 && g.inner % 64 == 0 &&
          (g.dtype == KVL_DTYPE_F16 || g.dtype == KVL_DTYPE_BF16) &&
-         aligned16(g.gate_up, g.down) && encode_map();
+         aligned16(g.x, g.gate_up, g.down) && encode_map();
 }
 
-/* One of the two products of every expert. x: [tiles, rows, k] */
+/* One of the two products of every expert. x: [x_rows, k] */
 template <class T>
-int multiply(const kvl_experts_args &g, experts_product p, int64_t tiles, const T *weights,
-             const T *x, int64_t k, const kvl_cuda_queue *q) {
+int multiply(const kvl_experts_args &g, experts_product p, const T *weights, const T *x,
+             int64_t x_rows, int64_t k, const kvl_cuda_queue *q) {
   const int64_t height = (int64_t)p.units * (p.swiglu ? 2 : 1);
   if constexpr (sizeof(T) == 2) {
     if (takes_experts_wgmma(g, q)) {
@@ -235,52 +240,64 @@ int multiply(const kvl_experts_args &g, experts_product p, int64_t tiles, const 
       if (p.places > shape::PLACES) p.places = shape::PLACES;
       int status = map_experts(g.dtype, weights, g.experts, height, k, p.swiglu, columns,
                                &of_weights);
-      if (status == KVL_OK)
-        status = map_expert_rows(g.dtype, x, tiles * p.rows, k, p.rows, &of_rows);
+      if (status == KVL_OK) status = map_expert_rows(g.dtype, x, x_rows, k, p.rows, &of_rows);
       if (status != KVL_OK) return status;
       return launch_experts_wgmma<T>(p, columns, of_weights, of_rows,
-                                     (int)grid(tiles * p.cuts, 1, q, 1), q);
+                                     (int)grid((int64_t)p.most * p.cuts, 1, q, 1), q);
     }
   }
   p.cuts = ceil_div(p.units, ROW_WARPS);
-  const bool wide = k % WIDE<T> == 0 && aligned16(weights);
+  const bool wide = k % WIDE<T> == 0 && aligned16(weights, x);
   return launch_programmatic(wide ? experts_rows<T, WIDE<T>> : experts_rows<T, 1>,
-                             grid(tiles * (p.rows / EXPERT_ROWS) * p.cuts, 1, q),
+                             grid((int64_t)p.most * (p.rows / EXPERT_ROWS) * p.cuts, 1, q),
                              ROW_WARPS * WARP, 0, q, p, weights, x, k);
 }
 
-template <class T> int launch_experts(const kvl_experts_args &g, const kvl_cuda_queue *q) {
-  const experts_room room = room_of(g, rows_of_tile(g));
+/* Plans, and collects the rows of x. */
+template <class T>
+int collect(const kvl_experts_args &g, const experts_room &room, const kvl_cuda_queue *q) {
   char *const at = (char *)g.workspace;
   int *const count = (int *)(at + room.count), *const row_of = (int *)(at + room.row_of);
-  int *const slot_of = (int *)(at + room.slot_of);
   expert_tile *const tiles = (expert_tile *)(at + room.tile);
-  T *const x = (T *)(at + room.x), *const between = (T *)(at + room.between);
-  T *const y = (T *)(at + room.y);
-  int status = launch_programmatic(plan_experts, 1, PLAN_THREADS, 0, q, g, room.rows, count,
-                                   tiles, row_of, slot_of);
+  const int status = launch_programmatic(plan_experts, 1, PLAN_THREADS, 0, q, g, room.rows,
+                                         count, tiles, row_of, (int *)(at + room.slot_of));
   if (status != KVL_OK) return status;
   const unsigned blocks = grid((int64_t)room.tiles * room.rows, 1, q);
-  const bool wide = g.k % WIDE<T> == 0 && aligned16(g.x, g.out);
-  status = wide
-               ? launch_programmatic(collect_rows<uint4>, blocks, ROW_THREADS, 0, q,
-                                     (const uint4 *)g.x, (uint4 *)x, row_of, tiles, count,
-                                     room.rows, g.k / WIDE<T>)
-               : launch_programmatic(collect_rows<T>, blocks, ROW_THREADS, 0, q,
-                                     (const T *)g.x, x, row_of, tiles, count, room.rows, g.k);
+  if (g.k % WIDE<T> == 0 && aligned16(g.x))
+    return launch_programmatic(collect_rows<uint4>, blocks, ROW_THREADS, 0, q,
+                               (const uint4 *)g.x, (uint4 *)(at + room.x), row_of, tiles,
+                               count, room.rows, g.k / WIDE<T>);
+  return launch_programmatic(collect_rows<T>, blocks, ROW_THREADS, 0, q, (const T *)g.x,
+                             (T *)(at + room.x), row_of, tiles, count, room.rows, g.k);
+}
+
+template <class T> int launch_experts(const kvl_experts_args &g, const kvl_cuda_queue *q) {
+  const bool is_planned = g.rows > UNPLANNED;
+  const experts_room room = room_of(g);
+  char *const at = (char *)g.workspace;
+  T *const between = (T *)(at + room.between), *const y = (T *)(at + room.y);
+  const int64_t slots = (int64_t)room.tiles * room.rows;
+  int status = is_planned ? collect<T>(g, room, q) : KVL_OK;
   experts_product p = {};
-  p.tiles = tiles, p.count = count, p.rows = room.rows;
+  p.chosen = g.chosen, p.experts = (int)g.experts, p.most = room.tiles, p.rows = room.rows;
+  p.tiles = is_planned ? (expert_tile *)(at + room.tile) : nullptr;
+  p.count = is_planned ? (int *)(at + room.count) : nullptr;
+  p.share = is_planned ? 1 : (int)g.active, p.step = is_planned ? p.rows : 1;
   p.out = between, p.units = (int)g.inner, p.swiglu = true;
   if (status == KVL_OK)
-    status = multiply<T>(g, p, room.tiles, (const T *)g.gate_up, x, g.k, q);
+    status = multiply<T>(g, p, (const T *)g.gate_up,
+                         is_planned ? (T *)(at + room.x) : (const T *)g.x,
+                         is_planned ? slots : g.rows, g.k, q);
+  p.share = 1, p.step = p.rows;
   p.out = y, p.units = (int)g.k, p.swiglu = false;
   if (status == KVL_OK)
-    status = multiply<T>(g, p, room.tiles, (const T *)g.down, between, g.inner, q);
+    status = multiply<T>(g, p, (const T *)g.down, between, slots, g.inner, q);
   if (status != KVL_OK) return status;
+  const bool wide = g.k % WIDE<T> == 0 && aligned16(g.out);
   const int64_t pieces = g.rows * g.k / (wide ? WIDE<T> : 1);
   return launch_programmatic(wide ? add_experts<T, WIDE<T>> : add_experts<T, 1>,
                              (unsigned)ceil_div(pieces, ROW_THREADS), ROW_THREADS, 0, q, g, y,
-                             slot_of);
+                             is_planned ? (int *)(at + room.slot_of) : nullptr);
 }
 
 }  // namespace
@@ -290,7 +307,7 @@ KVL_CUDA_WORKSPACE(experts) {
   (void)sm_count;
   const kvl_experts_args &g = *(const kvl_experts_args *)args;
   if (g.rows * g.active == 0 || g.k == 0) return 0;
-  return kvl::room_of(g, kvl::rows_of_tile(g)).bytes;
+  return kvl::room_of(g).bytes;
 }
 
 KVL_CUDA_KERNEL(fill);

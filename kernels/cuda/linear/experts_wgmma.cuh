@@ -23,19 +23,28 @@
 
 namespace kvl {
 
-/* Rows of one expert: row i of tile t is row t * plan.rows + i of the collected ones. */
+/* Some rows of one expert. */
 struct expert_tile {
   int expert, rows;
 };
 
+/* Row i of tile t comes from row t / share * step + i, and goes to row t * rows + i. */
 struct experts_product {
-  const expert_tile *tiles;
-  const int *count; /* tiles */
-  void *out;        /* [collected rows, units] */
-  int rows;         /* of a tile, at most: a multiple of 8 */
-  int units, cuts;  /* outputs of a row; pieces of work that a tile of rows has */
+  const expert_tile *tiles; /* NULL: each choice is a tile of one row */
+  const int *count;         /* tiles; NULL: `most` */
+  const int32_t *chosen;
+  void *out;             /* [most * rows, units] */
+  int experts, most;     /* most: tiles */
+  int rows, share, step; /* rows: a multiple of 8 */
+  int units, cuts;       /* outputs of a row; pieces of work that a tile has */
   int stages, places;
   bool swiglu;
+  __device__ __forceinline__ int tiles_there() const { return count ? *count : most; }
+  __device__ __forceinline__ expert_tile tile(int t) const {
+    if (tiles) return tiles[t];
+    const int e = chosen[t];
+    return {e, (unsigned)e < (unsigned)experts};
+  }
 };
 
 struct experts_shape {
@@ -80,7 +89,7 @@ __global__ void __launch_bounds__(CONSUMERS *WARPGROUP + WARP, 1)
   __syncthreads();
   let_next_start();
   wait_for_previous();
-  const int items = *g.count * g.cuts;
+  const int items = g.tiles_there() * g.cuts;
   int at = 0;
   uint32_t phase = 0;
   auto next = [&] {
@@ -91,17 +100,17 @@ __global__ void __launch_bounds__(CONSUMERS *WARPGROUP + WARP, 1)
     if (lane > 0) return;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const int tile = item / g.cuts, cut = item - tile * g.cuts;
-      const int expert = g.tiles[tile].expert;
-      for (int i = 0; i < g.stages; i++, next()) {
+      const expert_tile of = g.tile(tile);
+      for (int i = 0; i < g.stages && of.rows > 0; i++, next()) {
         barrier_wait(empty + 8 * at, phase ^ 1);
         barrier_arrive_expect(full + 8 * at, bytes_w + bytes_x);
 #pragma unroll
         for (int box = 0; box < BOXES; box++) {
           const int k = i * BOXES + box;
           copy_box(ring_w + at * bytes_w + box * COLUMNS * K * 2, &weights, k * K,
-                   cut * (COLUMNS / 16), expert, full + 8 * at);
-          copy_box3(ring_x + at * bytes_x + box * g.rows * K * 2, &rows, tile * g.rows, k,
-                    full + 8 * at);
+                   cut * (COLUMNS / 16), of.expert, full + 8 * at);
+          copy_box3(ring_x + at * bytes_x + box * g.rows * K * 2, &rows,
+                    tile / g.share * g.step, k, full + 8 * at);
         }
       }
     }
@@ -111,6 +120,8 @@ __global__ void __launch_bounds__(CONSUMERS *WARPGROUP + WARP, 1)
   const int group = warp / 4;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const int tile = item / g.cuts, cut = item - tile * g.cuts;
+    const int there = g.tile(tile).rows;
+    if (there == 0) continue;
     float d[HALVES][EACH / 2];
     int last = -1;
     for (int i = 0; i < g.stages; i++, next()) {
@@ -137,7 +148,6 @@ __global__ void __launch_bounds__(CONSUMERS *WARPGROUP + WARP, 1)
 #pragma unroll
     for (int h = 0; h < HALVES; h++) settle(d[h]);
     barrier_arrive_warp(empty + 8 * last, lane);
-    const int there = g.tiles[tile].rows;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int r = group * 64 + warp % 4 * 16 + lane / 4 + 8 * i;

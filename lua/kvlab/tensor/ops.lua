@@ -94,6 +94,39 @@ function M.linear(x, weight, out, form, norm, eps, bias)
   return out
 end
 
+local route = ffi.new "kvl_router"
+local ROUTE = {
+  logits = needed, bias = a_tensor, active = options.count, is_sigmoid = options.boolean,
+  is_normed = options.boolean, groups = options.count, open_groups = options.count,
+  factor = options.number, chosen = a_tensor, weights = a_tensor,
+}
+
+function step.route(a)
+  local groups, logits = a.groups or 1, a.logits
+  local chosen, weights = a.chosen, a.weights
+  if not (chosen and weights) then
+    local shape = { logits:size(0), a.active or 1 }
+    chosen = chosen or tensor.tensor(logits.device, "i32", shape)
+    weights = weights or tensor.tensor(logits.device, "f32", shape)
+  end
+  route.is_sigmoid, route.is_normed = a.is_sigmoid and 1 or 0, a.is_normed and 1 or 0
+  route.groups, route.open_groups = groups, a.open_groups or groups
+  route.factor = a.factor or 1
+  check(C.kvl_route(logits, a.bias, route, chosen, weights))
+  return chosen, weights
+end
+
+--- Chooses `active` experts for each row of logits [rows, experts], best first. A score
+-- is the softmax over a row, or the sigmoid of each logit. A bias, f32 [experts], counts
+-- for the choice only.
+---@param a table  logits; active (1), unless chosen and weights are given; bias;
+--                 is_sigmoid; is_normed: weights are divided by their sum; factor (1) of
+--                 weights; groups (1) of neighbouring experts, of which the best
+--                 open_groups (all) may be chosen from; chosen; weights
+---@return kvlab.Tensor chosen   i32 [rows, active]
+---@return kvlab.Tensor weights  f32 [rows, active]
+function M.route(a) return step.route(options.check("route", a, ROUTE)) end
+
 --- A layer of experts: out[r] = sum of weights[r][j] * what the expert chosen[r][j] gives
 -- for x[r], which is down (silu(g) * u), where g and u are the halves of gate_up x[r].
 -- Experts that no row has chosen are not read. x and out are [rows, k], chosen i32 and
