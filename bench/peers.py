@@ -30,6 +30,7 @@ except ImportError as problem:
     sys.exit(f"peers.py needs PyTorch 2.3 or later: {problem}")
 
 import peer_attention  # noqa: E402
+import peer_experts  # noqa: E402
 import peer_latent  # noqa: E402
 import peer_others  # noqa: E402
 from peer_base import Missing  # noqa: E402
@@ -71,6 +72,7 @@ def cases():
     yield from peer_attention.cases()
     yield from peer_others.cases()
     yield from peer_latent.cases()
+    yield from peer_experts.cases()
 
 
 def measure(case, make, timer, found):

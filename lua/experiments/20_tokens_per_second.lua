@@ -37,8 +37,8 @@
 -- bar: the tokens a second if a step took as long as a plain read of its bytes.
 --
 -- prompts: SEQUENCESxTOKENS, K is 1024. model: 8b, glm-flash, v32, v32-experts, or small
--- (4 layers), which is what a CPU gets, and v32-small (models/shapes.lua). 8b takes 16 GB for the
--- weights, and 34 GB for K and V of 8 x 32K or 2 x 128K.
+-- (4 layers), which is what a CPU gets, and v32-small (models/shapes.lua). 8b takes 16 GB
+-- for the weights, and 34 GB for K and V of 8 x 32K or 2 x 128K.
 local costs = require "kvlab.experiment.costs"
 local files = require "kvlab.files"
 local json = require "kvlab.json"
