@@ -374,8 +374,9 @@ int kvl_linear_parts(const kvl_tensor *x, const kvl_tensor *norm, double eps,
  * Source: DeepSeek-AI 2024 (DeepSeek-V3, arXiv:2412.19437). */
 int kvl_route(const kvl_tensor *logits, const kvl_tensor *bias, const kvl_router *router,
               const kvl_tensor *chosen, const kvl_tensor *weights);
-/* A layer of experts: out[r] = sum of weights[r][j] * down[e] (silu(g) * u) over j, where e is
- * chosen[r][j], and g and u are the halves of gate_up[e] x[r]. An expert that no row has chosen
+/* A layer of experts: y[r] = sum of weights[r][j] * down[e] (silu(g) * u) over j, where e is
+ * chosen[r][j], and g and u are the halves of gate_up[e] x[r]. form is KVL_LINEAR_PLAIN for
+ * out = y, or KVL_LINEAR_ADD for out += y. An expert that no row has chosen
  * is not read. A choice out of range adds nothing. Sums are accumulated in fp32; silu(g) * u is
  * rounded to x's dtype, and on a GPU so is what an expert gives. out shares no memory with an
  * input.
@@ -388,7 +389,8 @@ int kvl_route(const kvl_tensor *logits, const kvl_tensor *bias, const kvl_router
  * Source: Shazeer et al. 2017 (arXiv:1701.06538); Jiang et al. 2024 (Mixtral,
  * arXiv:2401.04088). */
 int kvl_experts(const kvl_tensor *x, const kvl_tensor *chosen, const kvl_tensor *weights,
-                const kvl_tensor *gate_up, const kvl_tensor *down, const kvl_tensor *out);
+                const kvl_tensor *gate_up, const kvl_tensor *down, int form,
+                const kvl_tensor *out);
 /* Rotates the pairs (first + i, first + pairs + i) of each head by positions[t] * inv_freq[i],
  * in place. Other numbers stay as they are. Source: Su et al. 2021, in the half-split form of
  * Hugging Face.

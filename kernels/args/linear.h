@@ -54,7 +54,8 @@ struct kvl_route_args {
   struct kvl_router router;
   int32_t dtype;
 };
-/* inner: the numbers between the two matrices of an expert. */
+/* inner: the numbers between the two matrices of an expert. form: as of kvl_linear_args, but
+ * SwiGLU. */
 struct kvl_experts_args {
   const void *x;
   const int32_t *chosen;
@@ -63,7 +64,7 @@ struct kvl_experts_args {
   void *out;
   int64_t rows, active, experts, k, inner;
   void *workspace;
-  int32_t dtype;
+  int32_t form, dtype;
 };
 struct kvl_rmsnorm_args {
   const void *x;

@@ -304,7 +304,7 @@ end
 function Model:buffers()
   local c = self.config
   local sizes = experts.buffers(c)
-  sizes.delta, sizes.x, sizes.h, sizes.gated = c.hidden, c.hidden, c.hidden, c.inner
+  sizes.x, sizes.h, sizes.gated = c.hidden, c.hidden, c.inner
   sizes.latents = (c.q_rank or 0) + c.head_dim
   sizes.k, sizes.q = c.head_dim, c.heads * math.max(c.head_dim, c.nope + c.turned)
   sizes.q_parts = c.heads * (c.nope + c.turned)
@@ -359,7 +359,7 @@ function Model:views(buffers, n)
   if c.q_rank then table.insert(sizes, 1, c.q_rank) end
   local s = {
     x = buffers.x:narrow(0, n), h = buffers.h:narrow(0, n),
-    gated = buffers.gated:narrow(0, n), delta = buffers.delta:narrow(0, n),
+    gated = buffers.gated:narrow(0, n),
     latents = parts.outputs(buffers.latents, n, sizes),
     q_parts = parts.outputs(buffers.q_parts, n, { c.heads * c.nope, c.heads * c.turned }),
     q = first_of(buffers.q, n, c.heads, c.head_dim),

@@ -172,10 +172,10 @@ function M.views(c, device, buffers, n)
            router = router.views(x, device, buffers.routed:narrow(0, n), n) }
 end
 
---- out = the experts' results for h [n, hidden].
+--- out += the experts' results for h [n, hidden].
 function M.forward(w, h, s, out)
   local which, weights = router.route(w, h, s.router)
-  kv.ops.experts(h, which, weights, w.gate_up, w.down, out)
+  kv.ops.experts(h, which, weights, w.gate_up, w.down, out, "add")
   if not w.shared_down then return end
   kv.ops.linear(h, w.shared_gate_up, s.shared, "swiglu")
   kv.ops.linear(s.shared, w.shared_down, out, "add")

@@ -282,7 +282,6 @@ function Model:buffers()
   local sizes = {}
   if c.experts then
     sizes = experts.buffers(c)
-    sizes.delta = c.hidden
   end
   sizes.x, sizes.h, sizes.gated = c.hidden, c.hidden, c.inner
   sizes.attended = c.heads * c.head_dim
@@ -310,7 +309,6 @@ function Model:views(buffers, n)
     qkv = outputs(buffers.qkv, n, { q_size, kv_size, kv_size }),
   }
   if c.experts then
-    s.delta = buffers.delta:narrow(0, n)
     s.experts = experts.views(c, self.device, buffers, n)
   end
   local q, k, v = unpack(s.qkv)
@@ -348,8 +346,7 @@ local function feed(self, w, s, attended)
   linear(attended, w.o, s.x, "add", nil, nil, w.o_bias)
   if w.experts then
     kv.ops.rmsnorm(s.x, w.mlp_norm, eps, s.h)
-    experts.forward(w.experts, s.h, s.experts, s.delta)
-    s.x:add(s.delta, s.x)
+    experts.forward(w.experts, s.h, s.experts, s.x)
   else
     linear(s.x, w.gate_up, s.gated, "swiglu", w.mlp_norm, eps)
     linear(s.gated, w.down, s.x, "add")

@@ -155,7 +155,8 @@ int kvl_route(const kvl_tensor *logits, const kvl_tensor *bias, const kvl_router
 }
 
 int kvl_experts(const kvl_tensor *x, const kvl_tensor *chosen, const kvl_tensor *weights,
-                const kvl_tensor *gate_up, const kvl_tensor *down, const kvl_tensor *out) {
+                const kvl_tensor *gate_up, const kvl_tensor *down, int form,
+                const kvl_tensor *out) {
   struct kvl__call c = {.op = "experts"};
   kvl__arg(&c, "x", x, KVL__FLOAT, "rows k");
   kvl__arg(&c, "chosen", chosen, KVL__I32, "rows active");
@@ -164,6 +165,8 @@ int kvl_experts(const kvl_tensor *x, const kvl_tensor *chosen, const kvl_tensor 
   kvl__arg(&c, "down", down, kvl__like(x), "experts k inner");
   kvl__arg(&c, "out", out, kvl__like(x), "rows k");
   const int64_t experts = kvl__dim(&c, "experts"), inner = kvl__dim(&c, "inner");
+  if (form != KVL_LINEAR_PLAIN && form != KVL_LINEAR_ADD)
+    kvl__call_fail(&c, "form is %d, expected KVL_LINEAR_PLAIN or _ADD", form);
   if (c.status >= 0 && gate_up->shape[1] != 2 * inner)
     kvl__call_fail(&c,
                    "gate_up has %lld rows an expert and down %lld columns, expected twice "
@@ -182,7 +185,7 @@ int kvl_experts(const kvl_tensor *x, const kvl_tensor *chosen, const kvl_tensor 
   struct kvl_experts_args args = {x->ptr,    chosen->ptr, weights->ptr, gate_up->ptr,
                                   down->ptr, out->ptr,    x->shape[0],  chosen->shape[1],
                                   experts,   x->shape[1], inner,        NULL,
-                                  x->dtype};
+                                  form,      x->dtype};
   args.workspace = kvl__call_workspace(&c, KVL_OP_experts, &args);
   return KVL__LAUNCH(&c, experts, args);
 }

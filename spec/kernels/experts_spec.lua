@@ -26,6 +26,7 @@ local inputs = S.latest(function(s)
   end
   return {
     x = S.randn(cpu, s.dtype, { s.rows, s.k }, 1), list = chosen,
+    before = S.randn(cpu, s.dtype, { s.rows, s.k }, 5),
     chosen = kv.from(cpu, "i32", { s.rows, s.active }, chosen),
     weights = S.randn(cpu, "f32", { s.rows, s.active }, 2),
     gate_up = matrices(s, 2 * s.inner, s.k, 3), down = matrices(s, s.k, s.inner, 4),
@@ -33,9 +34,11 @@ local inputs = S.latest(function(s)
 end)
 
 local function run(dev, s)
-  local i, out = inputs(s), S.poisoned(dev, s.dtype, { s.rows, s.k })
+  local i, form = inputs(s), kv.C.KVL_LINEAR_PLAIN
+  local out = S.poisoned(dev, s.dtype, { s.rows, s.k })
+  if s.adds then out, form = i.before:clone():to(dev), kv.C.KVL_LINEAR_ADD end
   kv.check(kv.C.kvl_experts(i.x:to(dev), i.chosen:to(dev), i.weights:to(dev),
-    i.gate_up:to(dev), i.down:to(dev), out))
+    i.gate_up:to(dev), i.down:to(dev), form, out))
   return out
 end
 
@@ -49,9 +52,11 @@ end
 local function want(s)
   local i = inputs(s)
   local x, gate_up, down = i.x:list(), i.gate_up:list(), i.down:list()
-  local weights, out, between = i.weights:list(), {}, {}
+  local weights, before, out, between = i.weights:list(), i.before:list(), {}, {}
   for r = 0, s.rows - 1 do
-    for c = 1, s.k do out[r * s.k + c] = 0 end
+    for c = 1, s.k do
+      out[r * s.k + c] = s.adds and before[r * s.k + c] or 0
+    end
     for j = 1, s.active do
       local e, weight = i.list[r * s.active + j], weights[r * s.active + j]
       if e >= 0 and e < s.experts then
@@ -77,13 +82,13 @@ local function tolerance(s)
 end
 
 local function name_of(s)
-  return ("%d of %d for %d rows of %d, %d between, %s%s%s"):format(s.active, s.experts,
+  return ("%d of %d for %d rows of %d, %d between, %s%s%s%s"):format(s.active, s.experts,
     s.rows, s.k, s.inner, s.dtype, s.strays and ", some out of range" or "",
-    s.favours and ", one of them liked" or "")
+    s.favours and ", one of them liked" or "", s.adds and ", added" or "")
 end
 
 describe("experts", function()
-  for _, dtype in ipairs { "f32", "f16", "bf16" } do
+  for n, dtype in ipairs { "f32", "f16", "bf16" } do
     for i, size in ipairs {
       { 1, 1, 8, 8, 8 }, { 1, 2, 8, 64, 64 }, { 3, 4, 5, 7, 3 }, { 16, 4, 64, 64, 64 },
       { 40, 3, 9, 128, 24 }, { 5, 2, 3, 33, 64 }, { 0, 2, 4, 8, 8 }, { 4, 0, 4, 8, 8 },
@@ -91,7 +96,7 @@ describe("experts", function()
     } do
       local rows, active, experts, k, inner = unpack(size)
       local s = { rows = rows, active = active, experts = experts, k = k, inner = inner,
-                  dtype = dtype, strays = i % 2 == 1,
+                  dtype = dtype, strays = i % 2 == 1, adds = (i + n) % 3 == 0,
                   favours = i % 3 == 0 and experts - 1 }
       S.agrees(name_of(s), function(dev) return run(dev, s) end,
         function() return want(s) end, tolerance(s), tolerance(s))
@@ -108,7 +113,8 @@ describe("experts", function()
     local rows, active, experts, k, inner = unpack(size)
     for _, dtype in ipairs { "f16", "bf16" } do
       local s = { rows = rows, active = active, experts = experts, k = k, inner = inner,
-                  dtype = dtype, strays = i % 2 == 0, favours = i % 3 == 0 and 1 }
+                  dtype = dtype, strays = i % 2 == 0, adds = i % 4 > 1,
+                  favours = i % 3 == 0 and 1 }
       S.it_on_gpu(name_of(s), function(cuda)
         S.close(run(cuda, s), run(cpu, s), tolerance(s), tolerance(s))
       end)
@@ -165,8 +171,8 @@ describe("experts", function()
       for name, value in pairs(inputs(s)) do i[name] = value end
       i.out = S.poisoned(cpu, "f32", { 2, 8 })
       for name, value in pairs(change) do i[name] = value end
-      S.fails(kv.C.kvl_experts(i.x, i.chosen, i.weights, i.gate_up, i.down, i.out),
-        "experts", words)
+      S.fails(kv.C.kvl_experts(i.x, i.chosen, i.weights, i.gate_up, i.down,
+        change.form or kv.C.KVL_LINEAR_PLAIN, i.out), "experts", words)
     end
     local function tensor(dtype, ...) return kv.full(cpu, dtype, { ... }, 0) end
     refused("gate_up has 9 rows an expert and down 4 columns, expected twice as many",
@@ -179,6 +185,7 @@ describe("experts", function()
       { gate_up = tensor("f32", 0, 8, 8), down = tensor("f32", 0, 8, 4) })
     refused("gate_up has 4097 experts, expected 1 to 4096",
       { gate_up = tensor("f32", 4097, 8, 8), down = tensor("f32", 4097, 8, 4) })
+    refused("form is 2, expected KVL_LINEAR_PLAIN or _ADD", { form = 2 })
     refused("out shares memory with x", { out = inputs(s).x })
     S.raises("experts: chosen", kv.ops.experts, inputs(s).x, {}, nil, nil, nil)
   end)

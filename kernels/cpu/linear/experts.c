@@ -1,4 +1,4 @@
-/* A layer of experts: out[r] = sum of weights[r][j] * down[e] (silu(g) * u) over j, where e =
+/* A layer of experts: out[r], or its sum with out[r], becomes the sum of weights[r][j] * down[e] (silu(g) * u) over j, where e =
  * chosen[r][j], and g and u are the halves of gate_up[e] x[r].
  *   x, out   f32 f16 bf16  [rows, k]
  *   chosen   i32           [rows, active]
@@ -114,8 +114,10 @@ static inline KVL_HOT void store(const struct panel *p, int64_t begin, int64_t e
                                  const int dtype) {
   for (int64_t j = begin; j < end; j += VF) {
     const int left = vf_left(j, end);
-    vf_store_n(at(p->g->out, j, dtype), vf_load_n(p->sums + j, left, KVL_DTYPE_F32), left,
-               dtype);
+    void *out = at(p->g->out, j, dtype);
+    vf y = vf_load_n(p->sums + j, left, KVL_DTYPE_F32);
+    if (p->g->form == KVL_LINEAR_ADD) y += vf_load_n(out, left, dtype);
+    vf_store_n(out, y, left, dtype);
   }
 }
 static int store_piece(const void *args, int64_t begin, int64_t end) {

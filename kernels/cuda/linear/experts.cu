@@ -1,4 +1,4 @@
-/* A layer of experts: out[r] = sum of weights[r][j] * down[e] (silu(g) * u) over j, where e =
+/* A layer of experts: out[r], or its sum with out[r], becomes the sum of weights[r][j] * down[e] (silu(g) * u) over j, where e =
  * chosen[r][j], and g and u are the halves of gate_up[e] x[r].
  *   x, out   f32 f16 bf16  [rows, k]
  *   chosen   i32           [rows, active]
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
   }
 }
 
-/* out[r] = the sum of weights[r][j] * y[slot_of[r][j]]. A thread has N neighbours. */
+/* out[r] becomes, or gets in addition, the sum of weights[r][j] * y[slot_of[r][j]]. A thread has N neighbours. */
 template <class T, int N>
 __global__ void __launch_bounds__(ROW_THREADS)
     add_experts(const __grid_constant__ kvl_experts_args g, const T *y, const int *slot_of) {
@@ -136,6 +136,8 @@ __global__ void __launch_bounds__(ROW_THREADS)
   if (i >= g.rows * pieces) return;
   const int64_t row = i / pieces, at = (i - row * pieces) * N;
   float sum[N] = {};
+  T *const out = (T *)g.out + row * g.k + at;
+  if (g.form == KVL_LINEAR_ADD) load_floats(out, sum);
   for (int64_t j = row * g.active; j < (row + 1) * g.active; j++) {
     const bool is_there = (uint32_t)g.chosen[j] < (uint64_t)g.experts;
     if (!is_there) continue;
@@ -146,7 +148,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
 #pragma unroll
     for (int e = 0; e < N; e++) sum[e] += weight * v[e];
   }
-  store_floats((T *)g.out + row * g.k + at, sum);
+  store_floats(out, sum);
 }
 
 /* ---- products without wgmma ----------------------------------------------------------- */
@@ -317,6 +319,7 @@ KVL_CUDA_KERNEL(experts) {
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (g.rows * g.k == 0) return KVL_OK;
   if (g.active == 0 || g.inner == 0) {
+    if (g.form == KVL_LINEAR_ADD) return KVL_OK;
     kvl_fill_args zero = {g.out, g.rows * g.k, 0, g.dtype};
     return kvl_cuda_fill(&zero, queue);
   }

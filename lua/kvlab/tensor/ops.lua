@@ -94,6 +94,9 @@ function M.linear(x, weight, out, form, norm, eps, bias)
   return out
 end
 
+local FORM_OF_EXPERTS = options.one_of("plain", "add")
+local FORMS_OF_EXPERTS = { plain = C.KVL_LINEAR_PLAIN, add = C.KVL_LINEAR_ADD }
+
 local route = ffi.new "kvl_router"
 local ROUTE = {
   logits = needed, bias = a_tensor, active = options.count, is_sigmoid = options.boolean,
@@ -127,19 +130,22 @@ end
 ---@return kvlab.Tensor weights  f32 [rows, active]
 function M.route(a) return step.route(options.check("route", a, ROUTE)) end
 
---- A layer of experts: out[r] = sum of weights[r][j] * what the expert chosen[r][j] gives
+--- A layer of experts: y[r] = sum of weights[r][j] * what the expert chosen[r][j] gives
 -- for x[r], which is down (silu(g) * u), where g and u are the halves of gate_up x[r].
--- Experts that no row has chosen are not read. x and out are [rows, k], chosen i32 and
--- weights f32 [rows, active], gate_up [experts, 2 * inner, k], down [experts, k, inner].
-function M.experts(x, chosen, weights, gate_up, down, out)
+-- out becomes y (form "plain", or nil) or out + y ("add"). Experts that no row has chosen
+-- are not read. x and out are [rows, k], chosen i32 and weights f32 [rows, active],
+-- gate_up [experts, 2 * inner, k], down [experts, k, inner].
+function M.experts(x, chosen, weights, gate_up, down, out, form)
   expect_tensor("experts", "x", x)
   expect_tensor("experts", "chosen", chosen)
   expect_tensor("experts", "weights", weights)
   expect_tensor("experts", "gate_up", gate_up)
   expect_tensor("experts", "down", down)
-  if out ~= nil then expect_tensor("experts", "out", out) end
+  if form == "add" or out ~= nil then expect_tensor("experts", "out", out) end
+  local number = form == nil and C.KVL_LINEAR_PLAIN or FORMS_OF_EXPERTS[form]
+  if not number then argument("experts", "form", form, FORM_OF_EXPERTS) end
   out = out or tensor.open_like(x)
-  check(C.kvl_experts(x, chosen, weights, gate_up, down, out))
+  check(C.kvl_experts(x, chosen, weights, gate_up, down, number, out))
   return out
 end
 
