@@ -42,12 +42,25 @@ double expected_experts(const kvl_experts_args &g) {
   return all * (1 - none);
 }
 
-/* Tiles have room for an expert that is chosen somewhat more often than the average. */
+/* How many tiles an expert has on average whose number of rows is about normally distributed. */
+double tiles_of_expert(double average, int rows) {
+  double tiles = 1, more = 1;
+  for (int full = rows; more > 1e-3; full += rows)
+    tiles += more = 0.5 * erfc((full + 0.5 - average) / sqrt(2 * average));
+  return tiles;
+}
+
+/* The rows of a tile. Of a tile, the rows themselves and about 256 rows of a matrix come from the
+ * L2, which limits tiles of many rows. */
 int rows_of_tile(const kvl_experts_args &g) {
-  const double each = (double)(g.rows * g.active) / expected_experts(g);
-  int rows = EXPERT_ROWS;
-  while (rows < 128 && rows < each + 2 * sqrt(each)) rows *= 2;
-  return rows;
+  const double average = (double)(g.rows * g.active) / expected_experts(g);
+  double least = INFINITY;
+  int best = EXPERT_ROWS;
+  for (int rows : {8, 16, 32, 64, 128, 192}) {
+    const double brings = tiles_of_expert(average, rows) * (rows + 256);
+    if (brings < 0.9 * least) least = brings, best = rows;
+  }
+  return best;
 }
 
 experts_room room_of(const kvl_experts_args &g) {
@@ -211,7 +224,10 @@ int columns_for(const kvl_experts_args &g, int rows, int64_t height,
   const double tiles = experts * ceil(pairs / experts / rows);
   double least = INFINITY;
   int best = 256;
-  for (int columns = 256; columns >= (rows > 64 ? 128 : 32); columns /= 2) {
+  for (int columns = 256; columns >= (rows > 128  ? 256
+                                      : rows > 64 ? 128
+                                                  : 32);
+       columns /= 2) {
     const double cuts = (double)ceil_div(height, columns);
     const double took = ceil(tiles * cuts / q->sm_count) * (columns + 8);
     if (took < 0.97 * least) least = took, best = columns;

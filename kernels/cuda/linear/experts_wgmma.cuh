@@ -49,6 +49,10 @@ struct experts_product {
 
 struct experts_shape {
   enum { K = 64, PLACES = 12, STATIC = 1 << 10 };
+  /* A warp brings both sides; it comes as a warpgroup if consumers need its registers. */
+  static constexpr __host__ __device__ int threads(int consumers) {
+    return consumers * WARPGROUP + (consumers > 2 ? WARPGROUP : WARP);
+  }
   /* 64 numbers of a row each, that a stage has. */
   static constexpr __host__ __device__ int boxes(int columns) {
     return columns < 128 ? 128 / columns : 1;
@@ -60,7 +64,7 @@ struct experts_shape {
 
 /* weights: [experts, groups of 16 rows, 2, 8, k], the box 64 of k; rows: [k / 64, rows, 64] */
 template <class T, int COLUMNS, int CONSUMERS>
-__global__ void __launch_bounds__(CONSUMERS *WARPGROUP + WARP, 1)
+__global__ void __launch_bounds__(experts_shape::threads(CONSUMERS), 1)
     experts_wgmma(const __grid_constant__ experts_product g,
                   const __grid_constant__ CUtensorMap weights,
                   const __grid_constant__ CUtensorMap rows) {
@@ -96,8 +100,9 @@ __global__ void __launch_bounds__(CONSUMERS *WARPGROUP + WARP, 1)
     if (++at == g.places) at = 0, phase ^= 1;
   };
 
-  if (warp == BRINGS) {
-    if (lane > 0) return;
+  if (warp >= BRINGS) {
+    if constexpr (CONSUMERS > 2) registers_give<32>();
+    if (warp > BRINGS || lane > 0) return;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const int tile = item / g.cuts, cut = item - tile * g.cuts;
       const expert_tile of = g.tile(tile);
@@ -117,11 +122,19 @@ __global__ void __launch_bounds__(CONSUMERS *WARPGROUP + WARP, 1)
     return;
   }
 
+  if constexpr (CONSUMERS > 2) registers_take<160>();
   const int group = warp / 4;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const int tile = item / g.cuts, cut = item - tile * g.cuts;
     const int there = g.tile(tile).rows;
     if (there == 0) continue;
+    if (CONSUMERS > 2 && group * 64 >= there) { /* nothing to do for this consumer */
+      for (int i = 0; i < g.stages; i++, next()) {
+        barrier_wait(full + 8 * at, phase);
+        barrier_arrive_warp(empty + 8 * at, lane);
+      }
+      continue;
+    }
     float d[HALVES][EACH / 2];
     int last = -1;
     for (int i = 0; i < g.stages; i++, next()) {
@@ -223,12 +236,13 @@ int launch_experts_wgmma(const experts_product &g, const CUtensorMap &weights,
   int status = allow_shared<kernel>(q, q->shared_optin - experts_shape::STATIC);
   if (status != KVL_OK) return status;
   const size_t bytes = 1024 + (size_t)g.places * experts_shape::stage_bytes(COLUMNS, g.rows);
-  return launch_programmatic(kernel, blocks, CONSUMERS * WARPGROUP + WARP, bytes, q, g,
+  return launch_programmatic(kernel, blocks, experts_shape::threads(CONSUMERS), bytes, q, g,
                              weights, rows);
 }
 template <class T>
 int launch_experts_wgmma(const experts_product &g, int columns, const CUtensorMap &weights,
                          const CUtensorMap &rows, int blocks, const kvl_cuda_queue *q) {
+  if (g.rows > 128) return launch_experts_wgmma<T, 256, 3>(g, weights, rows, blocks, q);
   if (g.rows > 64)
     return columns == 256 ? launch_experts_wgmma<T, 256, 2>(g, weights, rows, blocks, q)
                           : launch_experts_wgmma<T, 128, 2>(g, weights, rows, blocks, q);
