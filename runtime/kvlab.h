@@ -540,8 +540,8 @@ int kvl_sequences_step(kvl_sequence *const *seqs, const int32_t *tokens, int n, 
  * is (is_shared). Its pages hold keys alone, of f32, f16, bf16 or f8_latent; key_dim and
  * value_dim are multiples of 8 (value_dim of 16 for f8_latent, whose memory is u8), key_dim up
  * to 576. kvl_append_kv, kvl_rope_append, kvl_read_blocks and kvl_paged_attention take such
- * pages; their results have the length value_dim. The ops that move blocks, the hot cache, and
- * summaries and scores, which read only keys, take such pages, too (hashes need a key_dim of up
+ * pages; their results have the length value_dim. The ops that move blocks or
+ * tokens, the hot cache, and summaries and scores, which read only keys, take such pages, too (hashes need a key_dim of up
  * to 256, and not f8_latent). Other ops refuse them.
  *
  * cache, q, k, v, out and summary begin at a multiple of 16 bytes.

@@ -202,8 +202,11 @@ function M.play(dev, o, script)
       positions[i] = at[s]
       at[s] = at[s] + counts[i]
     end
-    rig.batch:append(members, counts)
-    local out = step(rig, numbers, positions, n, is_prefill)[SHAPE.layers - 1]
+    local evicts, ends = rig.policy.evict ~= nil, {}
+    for i = 1, #numbers do ends[i] = true end
+    rig.batch:append(members, counts, nil, nil, nil, evicts and not is_prefill)
+    local out = step(rig, numbers, positions, n, is_prefill,
+      evicts and is_prefill and ends or nil)[SHAPE.layers - 1]
     for i, s in ipairs(numbers) do
       table.insert(outs[s], out:narrow(row, counts[i]):list())
       row = row + counts[i]

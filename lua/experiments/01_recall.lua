@@ -37,8 +37,8 @@
 -- are stored (f32, f16, bf16, f8e4m3 or int8; latents also as f8_latent).
 --
 -- model: recall, or recall_latent, whose attention is over latents (MLA) and has an
--- indexer that was trained with it (DSA). Policies that read values or evict are refused
--- there. Options of the policy nsa: granularity (block or token), index (key, random or
+-- indexer that was trained with it (DSA). Policies that read values are refused there.
+-- Options of the policy nsa: granularity (block or token), index (key, random or
 -- model) and index_pool. So --set model=recall_latent --set policy=nsa --set
 -- granularity=token --set index=model is the model's own selection. reuse_steps and
 -- reuse_layers: with n, policies select in every n-th step or layer; questions in a row

@@ -8,10 +8,10 @@ static void copy_args(struct kvl__call *c, const kvl_format *format, const char 
                       const kvl_tensor *src, struct kvl_pages *src_pages,
                       const char *dst_name, const kvl_tensor *dst,
                       struct kvl_pages *dst_pages) {
-  *src_pages = kvl__pages_arg(c, src_name, src, format,
-                              "blocks_src 2 kv_heads block_size head_dim");
-  *dst_pages = kvl__pages_arg(c, dst_name, dst, format,
-                              "blocks_dst 2 kv_heads block_size head_dim");
+  *src_pages = kvl__any_pages_arg(c, src_name, src, format,
+                                  "blocks_src 2 kv_heads block_size head_dim");
+  *dst_pages = kvl__any_pages_arg(c, dst_name, dst, format,
+                                  "blocks_dst 2 kv_heads block_size head_dim");
   kvl__expect_same_pages(c, dst_name, dst_pages, src_pages);
   if (src_pages->key.bytes_row != src_pages->value.bytes_row)
     kvl__call_fail(c, "%s has keys of %d bytes and values of %d, expected the same", src_name,

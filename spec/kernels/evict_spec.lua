@@ -61,6 +61,30 @@ local function specs(dev)
     end)
   end
 
+  for _, codec in ipairs { "f32", "bf16", "f8_latent" } do
+    it("copy_tokens moves latents of " .. codec, function()
+      local rng, format = support.rng(5), nil
+      local memory = kv.randn(dev, "f32", { BLOCKS, 1, SIZE, 48 }, { seed = 3 })
+      if codec == "f8_latent" then
+        memory, format = support.f8_latent_pages(memory:reshape { BLOCKS, 1, 1, SIZE, 48 }, 32)
+      else
+        memory, format = memory:cast(codec), kv.format { codec = codec, kv_heads = 1,
+          block_size = SIZE, head_dim = 48, value_dim = 32 }
+      end
+      local want = memory:list()
+      local row = #want / (BLOCKS * SIZE)
+      local from, to = {}, {}
+      local order = support.distinct(rng, 20, BLOCKS * SIZE)
+      for i = 1, 10 do
+        from[i], to[i] = order[i], order[10 + i]
+        for d = 1, row do want[to[i] * row + d] = want[from[i] * row + d] end
+      end
+      from[11], to[11] = BLOCKS * SIZE, 0 -- which is skipped
+      check(C.kvl_copy_tokens(memory, i64(dev, from), memory, i64(dev, to), format))
+      support.equal(memory:list(), want)
+    end)
+  end
+
   it("update_rows sets rows or adds to them, and keeps what stood there", function()
     for seed = 1, 30 do
       local rng = support.rng(seed)

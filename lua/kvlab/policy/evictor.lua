@@ -71,7 +71,6 @@ end
 local function check_attention(o, cache, p)
   local lacks = cache.tables == "one" and 'tables = "one"; expected "layer" or "head"'
     or o.draft_policy and "drafts"
-    or cache.format.is_shared and "values that are the first numbers of their keys"
     or o.alibi and "ALiBi" or has_window(o.window) and "a window"
     or cache.tables == "layer" and p.split and p.split.heads
       and "tables by layer, whose heads hold the same, and a split among heads"

@@ -16,6 +16,12 @@ local SCRIPT = {
   { "prefill", 4, 33 }, { "decode", 1, 2, 4 },
 }
 
+local EVICTIONS = {
+  { "prefill", 1, 90 }, { "prefill", 2, 70 }, { "decode", 1, 2 }, { "prefill", 3, 20 },
+  { "decode", 1, 2, 3 }, { "close", 3 }, { "decode", 2 }, { "prefill", 4, 33 },
+  { "decode", 1, 2, 4 }, { "decode", 1, 2, 4 }, { "decode", 1, 4 },
+}
+
 local e = kv.expr
 
 -- A policy whose attention is changed, in decode and in prefill.
@@ -47,15 +53,15 @@ local function firsts_of(out)
 end
 
 --- The outputs of a script, and of one whose values lie apart, without their zeros.
-local function both(name, o)
-  o = o or {}
+local function both(name, o, script)
+  o, script = o or {}, script or SCRIPT
   local prefills = name == "hooked" or nil
   o.value_dim, o.policy = VALUE_DIM, policy_of(name)
   o.prefill_policy = prefills and policy_of(name)
-  local got = rig.play(cpu, o, SCRIPT)
+  local got = rig.play(cpu, o, script)
   o.apart, o.policy = true, policy_of(name)
   o.prefill_policy = prefills and policy_of(name)
-  local apart, want = rig.play(cpu, o, SCRIPT), {}
+  local apart, want = rig.play(cpu, o, script), {}
   for s, steps in pairs(apart) do
     want[s] = {}
     for n, out in ipairs(steps) do want[s][n] = firsts_of(out) end
@@ -128,6 +134,31 @@ describe("a cache of latents", function()
     for _, tables in ipairs { "layer", "head" } do
       local got, want = both("quest", { tables = tables })
       all_same(want, got)
+    end
+  end)
+
+  it("is evicted from like values that lie apart", function()
+    local count = 0
+    for _, name in ipairs(kv.policy.names "evict") do
+      if name ~= "duo" then -- which knows the heads of one model
+        for _, tables in ipairs { "layer", "head" } do
+          local got, want = both(name, { tables = tables }, EVICTIONS)
+          all_same(want, got)
+          count = count + 1
+        end
+      end
+    end
+    assert.is_true(count >= 16)
+  end)
+
+  it("is evicted from in 8 bits", function()
+    for _, tables in ipairs { "layer", "head" } do
+      local outs = {} -- streaming evicts by position, so both hold the same tokens
+      for i, format in ipairs { "f32", "f8_latent" } do
+        outs[i] = rig.play(cpu, { value_dim = VALUE_DIM, tables = tables,
+          policy = policy_of "streaming", format = format }, EVICTIONS)
+      end
+      all_close(outs[2], outs[1], 0.1, 0.05)
     end
   end)
 
@@ -219,9 +250,6 @@ describe("a cache of latents", function()
       head_dim = 64 })
     support.raises("values of 32 numbers", open, { value_dim = 32 })
     local cache = open { tables = "head" }
-    support.raises("does not go with values that are the first numbers of their keys",
-      kv.attention, { cache = cache, heads = 4,
-                      decode_policy = kv.policy("knorm", { blocks = 5 }) })
     local policy = kv.policy.define { name = "mine", decode = true,
       score = kv.expr.v:sum "dim":max "token" }
     support.raises("v is read where values are the first numbers of their keys",
@@ -231,6 +259,18 @@ describe("a cache of latents", function()
 
   support.it_on_gpu("is read like on a CPU", function(cuda)
     for _, format in ipairs { "f32", "bf16", "f8_latent" } do
+      for _, tables in ipairs { "layer", "head" } do
+        for _, name in ipairs { "streaming", "knorm", "keydiff", "snapkv" } do
+          local outs = {}
+          for i, dev in ipairs { cpu, cuda } do
+            outs[i] = rig.play(dev, { value_dim = VALUE_DIM, format = format,
+              dtype = format == "bf16" and "bf16" or "f32", policy = policy_of(name),
+              tables = tables }, EVICTIONS)
+          end
+          all_close(outs[2], outs[1], format == "bf16" and 0.02 or 1e-4, 0,
+            ("%s in %s, tables by %s"):format(name, format, tables))
+        end
+      end
       for _, name in ipairs { "full", "quest", "streaming_blocks", "topk", "hooked",
                               "emitting" } do
         local outs = {}
