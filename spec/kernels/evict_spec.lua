@@ -63,12 +63,13 @@ local function specs(dev)
 
   for _, codec in ipairs { "f32", "bf16", "f8_latent" } do
     it("copy_tokens moves latents of " .. codec, function()
-      local rng, format = support.rng(5), nil
-      local memory = kv.randn(dev, "f32", { BLOCKS, 1, SIZE, 48 }, { seed = 3 })
+      local rng, format = support.rng(5)
+      local memory = kv.randn(dev, "f32", { BLOCKS, 1, 1, SIZE, 48 }, { seed = 3 })
       if codec == "f8_latent" then
-        memory, format = support.f8_latent_pages(memory:reshape { BLOCKS, 1, 1, SIZE, 48 }, 32)
+        memory, format = support.f8_latent_pages(memory, 32)
       else
-        memory, format = memory:cast(codec), kv.format { codec = codec, kv_heads = 1,
+        memory = memory:reshape({ BLOCKS, 1, SIZE, 48 }):cast(codec)
+        format = kv.format { codec = codec, kv_heads = 1,
           block_size = SIZE, head_dim = 48, value_dim = 32 }
       end
       local want = memory:list()
