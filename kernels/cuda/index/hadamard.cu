@@ -5,7 +5,7 @@
  * by scale at the end, so the bits equal the CPU's.
  * Bytes   2 * rows * dim * element; limit: memory */
 #include "args/index.h"
-#include "cuda/launch.cuh"
+#include "cuda/programmatic.cuh"
 
 namespace kvl {
 namespace {
@@ -17,6 +17,8 @@ __global__ void __launch_bounds__(HADAMARD_THREADS) hadamard(kvl_hadamard_args a
   const int lane = threadIdx.x % WARP, across = min(a.dim, WARP);
   const int64_t count = a.rows * a.dim, run = PER * WARP;
   const int64_t warp = blockIdx.x * (int64_t)(HADAMARD_THREADS / WARP) + threadIdx.x / WARP;
+  let_next_start();
+  wait_for_previous();
   for (int64_t first = warp * run; first < count;
        first += gridDim.x * (int64_t)(HADAMARD_THREADS / WARP) * run) {
     float v[PER];
@@ -51,15 +53,13 @@ __global__ void __launch_bounds__(HADAMARD_THREADS) hadamard(kvl_hadamard_args a
 template <class T> int launch(const kvl_hadamard_args &a, const kvl_cuda_queue *q) {
   const int64_t runs = (a.rows * a.dim + max(a.dim, WARP) - 1) / max(a.dim, WARP);
   const unsigned blocks = grid(runs, HADAMARD_THREADS / WARP, q);
-  switch (a.dim) {
-    case 64: hadamard<2, T><<<blocks, HADAMARD_THREADS, 0, q->stream>>>(a); break;
-    case 128: hadamard<4, T><<<blocks, HADAMARD_THREADS, 0, q->stream>>>(a); break;
-    case 256: hadamard<8, T><<<blocks, HADAMARD_THREADS, 0, q->stream>>>(a); break;
-    case 512: hadamard<16, T><<<blocks, HADAMARD_THREADS, 0, q->stream>>>(a); break;
-    case 1024: hadamard<32, T><<<blocks, HADAMARD_THREADS, 0, q->stream>>>(a); break;
-    default: hadamard<1, T><<<blocks, HADAMARD_THREADS, 0, q->stream>>>(a);
-  }
-  return kvl__cuda_launched();
+  auto kernel = a.dim == 64     ? hadamard<2, T>
+                : a.dim == 128  ? hadamard<4, T>
+                : a.dim == 256  ? hadamard<8, T>
+                : a.dim == 512  ? hadamard<16, T>
+                : a.dim == 1024 ? hadamard<32, T>
+                                : hadamard<1, T>;
+  return launch_programmatic(kernel, blocks, HADAMARD_THREADS, 0, q, a);
 }
 
 }  // namespace

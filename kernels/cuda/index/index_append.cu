@@ -7,7 +7,7 @@
  * Source  SGLang's index-K pool */
 #include "args/index.h"
 #include "cuda/index/index.cuh"
-#include "cuda/launch.cuh"
+#include "cuda/programmatic.cuh"
 
 namespace kvl {
 namespace {
@@ -15,6 +15,8 @@ namespace {
 template <class T>
 __global__ void __launch_bounds__(QUANTISE_THREADS) index_append(kvl_index_append_args a) {
   constexpr int WARPS = QUANTISE_THREADS / WARP;
+  let_next_start();
+  wait_for_previous();
   for (int64_t i = blockIdx.x * (int64_t)WARPS + threadIdx.x / WARP; i < a.n;
        i += (int64_t)gridDim.x * WARPS) {
     const index_place to = index_of_place(a.cache, a.places[i]);
@@ -34,7 +36,7 @@ KVL_CUDA_KERNEL(index_append) {
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (a.n == 0) return KVL_OK;
   const unsigned blocks = grid(a.n, QUANTISE_THREADS / WARP, q);
-  KVL_CUDA_BY_FLOAT(a.dtype, T,
-                    { index_append<T><<<blocks, QUANTISE_THREADS, 0, q->stream>>>(a); })
-  return kvl__cuda_launched();
+  KVL_CUDA_BY_FLOAT(a.dtype, T, {
+    return launch_programmatic(index_append<T>, blocks, QUANTISE_THREADS, 0, q, a);
+  })
 }

@@ -8,7 +8,7 @@
  * Bytes   2 * n * (dim + 4); limit: memory */
 #include "args/index.h"
 #include "cuda/index/index.cuh"
-#include "cuda/launch.cuh"
+#include "cuda/programmatic.cuh"
 
 namespace kvl {
 namespace {
@@ -18,6 +18,8 @@ enum { GATHER_THREADS = 256 };
 __global__ void __launch_bounds__(GATHER_THREADS) index_gather(kvl_index_gather_args a) {
   const int words = a.cache.dim / 4, each = GATHER_THREADS / words;
   const int word = threadIdx.x % words;
+  let_next_start();
+  wait_for_previous();
   for (int64_t i = blockIdx.x * (int64_t)each + threadIdx.x / words; i < a.n;
        i += (int64_t)gridDim.x * each) {
     const index_place from = index_of_place(a.cache, a.places[i]);
@@ -35,6 +37,5 @@ KVL_CUDA_KERNEL(index_gather) {
   const kvl_cuda_queue *q = (const kvl_cuda_queue *)queue;
   if (a.n == 0) return KVL_OK;
   const unsigned blocks = grid(a.n, GATHER_THREADS * 4 / a.cache.dim, q);
-  index_gather<<<blocks, GATHER_THREADS, 0, q->stream>>>(a);
-  return kvl__cuda_launched();
+  return launch_programmatic(index_gather, blocks, GATHER_THREADS, 0, q, a);
 }

@@ -7,7 +7,7 @@
  * Source  DeepSeek's act_quant */
 #include "args/index.h"
 #include "cuda/index/index.cuh"
-#include "cuda/launch.cuh"
+#include "cuda/programmatic.cuh"
 
 namespace kvl {
 namespace {
@@ -15,6 +15,8 @@ namespace {
 template <int N, class T>
 __global__ void __launch_bounds__(QUANTISE_THREADS) quantise_rows(kvl_quantise_rows_args a) {
   constexpr int WARPS = QUANTISE_THREADS / WARP;
+  let_next_start();
+  wait_for_previous();
   for (int64_t row = blockIdx.x * (int64_t)WARPS + threadIdx.x / WARP; row < a.rows;
        row += (int64_t)gridDim.x * WARPS) {
     const float scale = quantise_row<N>((const T *)a.x + row * a.dim,
@@ -34,8 +36,7 @@ KVL_CUDA_KERNEL(quantise_rows) {
   const bool wide = a.dim % 16 == 0 && aligned16(a.x, a.out);
   const unsigned blocks = grid(a.rows, QUANTISE_THREADS / WARP, q);
   KVL_CUDA_BY_FLOAT(a.dtype, T, {
-    if (wide) quantise_rows<4, T><<<blocks, QUANTISE_THREADS, 0, q->stream>>>(a);
-    else quantise_rows<1, T><<<blocks, QUANTISE_THREADS, 0, q->stream>>>(a);
+    return launch_programmatic(wide ? quantise_rows<4, T> : quantise_rows<1, T>, blocks,
+                               QUANTISE_THREADS, 0, q, a);
   })
-  return kvl__cuda_launched();
 }

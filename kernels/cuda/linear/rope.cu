@@ -24,6 +24,8 @@ __global__ void __launch_bounds__(ROPE_THREADS)
     rope_kernel(T *x, const int32_t *positions, const float *inv_freq, int heads,
                 int head_dim, int pairs, int before, int items_block) {
   __shared__ rope_angles angles;
+  let_next_start();
+  wait_for_previous();
   T *token = x + (int64_t)blockIdx.x * heads * head_dim + before;
   const float position = (float)positions[blockIdx.x];
   for (int begin = 0; begin < pairs; begin += ROPE_PAIRS) {
@@ -61,10 +63,9 @@ template <int N, class T> int start(const kvl_rope_args *g, const kvl_cuda_queue
   const int64_t items = g->heads * (most / N);
   const int64_t each = rope_items_block(g->tokens, items, q);
   const dim3 grid((unsigned)g->tokens, (unsigned)((items + each - 1) / each));
-  rope_kernel<N, T><<<grid, ROPE_THREADS, 0, q->stream>>>(
-      (T *)g->x, g->positions, g->inv_freq, (int)g->heads, (int)g->head_dim, (int)g->pairs,
-      (int)g->first, (int)each);
-  return kvl__cuda_launched();
+  return launch_programmatic(rope_kernel<N, T>, grid, ROPE_THREADS, 0, q, (T *)g->x,
+                             g->positions, g->inv_freq, (int)g->heads, (int)g->head_dim,
+                             (int)g->pairs, (int)g->first, (int)each);
 }
 
 }  // namespace
