@@ -103,13 +103,15 @@ describe("experts", function()
     end
   end
 
-  -- What Hopper's kernels have for few and many rows of an expert, and for low and wide
-  -- cuts of its matrices; the last cut of a matrix is not full.
+  -- What kernels have for few and many rows of an expert, and for low and wide cuts of its
+  -- matrices; the last cut of a matrix is not full. Hopper's own do not take the last four.
   for i, size in ipairs { { 1, 4, 64, 512, 192 }, { 2, 8, 128, 256, 1088 },
                           { 16, 4, 64, 1088, 320 }, { 64, 4, 32, 576, 1600 },
                           { 100, 6, 16, 320, 4160 }, { 300, 4, 16, 1088, 832 },
                           { 700, 8, 8, 448, 2112 }, { 513, 2, 4, 4160, 448 },
-                          { 2049, 1, 2, 192, 4800 } } do
+                          { 2049, 1, 2, 192, 4800 }, { 300, 4, 8, 200, 120 },
+                          { 64, 4, 16, 1000, 264 }, { 33, 2, 5, 72, 136 },
+                          { 50, 3, 4, 36, 30 } } do
     local rows, active, experts, k, inner = unpack(size)
     for _, dtype in ipairs { "f16", "bf16" } do
       local s = { rows = rows, active = active, experts = experts, k = k, inner = inner,

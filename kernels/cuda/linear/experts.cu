@@ -1,5 +1,6 @@
-/* A layer of experts: out[r], or its sum with out[r], becomes the sum of weights[r][j] * down[e] (silu(g) * u) over j, where e =
- * chosen[r][j], and g and u are the halves of gate_up[e] x[r].
+/* A layer of experts: out[r], or its sum with out[r], becomes the sum of weights[r][j] *
+ * down[e] (silu(g) * u) over j, where e = chosen[r][j], and g and u are the halves of gate_up[e]
+ * x[r].
  *   x, out   f32 f16 bf16  [rows, k]
  *   chosen   i32           [rows, active]
  *   weights  f32           [rows, active]
@@ -8,14 +9,16 @@
  * The host does not know what was chosen, so the device plans: a thread block sorts the pairs
  * of row and choice by expert into tiles of rows, and the kernels after it take as many
  * tiles as there are. Rows are collected, multiplied by both matrices, and added up. Products
- * on Hopper are those of experts_wgmma.cuh. In f32, on other GPUs, and for sizes that TMA
- * does not take, warps multiply rows of a matrix with up to eight rows of x. For a few rows
- * there is no plan: every choice has a tile of its own.
+ * on Hopper are those of experts_wgmma.cuh, and on other GPUs, or of sizes that TMA does not
+ * take, those of experts_mma.cuh. For up to UNPLANNED rows there is no plan: every choice has
+ * a tile of its own. Without wgmma these few, and f32, are for warps that multiply a row of a
+ * matrix with up to eight rows of x.
  * Where a row lies in its expert's tiles depends on timing, and its result does not.
  * Limit: see experts_wgmma.cuh. Measured: docs/performance.md */
 #include "args/elementwise.h"
 #include "args/linear.h"
 #include "cuda/block_scan.cuh"
+#include "cuda/linear/experts_mma.cuh"
 #include "cuda/linear/experts_wgmma.cuh"
 #include "cuda/row.cuh"
 
@@ -45,27 +48,35 @@ double expected_experts(const kvl_experts_args &g) {
 /* How many tiles an expert has on average whose number of rows is about normally distributed. */
 double tiles_of_expert(double average, int rows) {
   double tiles = 1, more = 1;
+  if (average > 8.0 * rows) return average / rows + 0.5;
   for (int full = rows; more > 1e-3; full += rows)
     tiles += more = 0.5 * erfc((full + 0.5 - average) / sqrt(2 * average));
   return tiles;
 }
 
+bool takes_experts_wgmma(const kvl_experts_args &g, int device) {
+  return is_hopper_device(device) && g.k % 64 == 0 && g.inner % 64 == 0 &&
+         (g.dtype == KVL_DTYPE_F16 || g.dtype == KVL_DTYPE_BF16) &&
+         aligned16(g.x, g.gate_up, g.down) && encode_map();
+}
+
 /* The rows of a tile. Of a tile, the rows themselves and about 256 rows of a matrix come from the
  * L2, which limits tiles of many rows. */
-int rows_of_tile(const kvl_experts_args &g) {
+int rows_of_tile(const kvl_experts_args &g, int device) {
   const double average = (double)(g.rows * g.active) / expected_experts(g);
   double least = INFINITY;
   int best = EXPERT_ROWS;
   for (int rows : {8, 16, 32, 64, 128, 192}) {
+    if (rows > experts_mma_shape::ROWS && !takes_experts_wgmma(g, device)) break;
     const double brings = tiles_of_expert(average, rows) * (rows + 256);
     if (brings < 0.9 * least) least = brings, best = rows;
   }
   return best;
 }
 
-experts_room room_of(const kvl_experts_args &g) {
+experts_room room_of(const kvl_experts_args &g, int device) {
   const bool is_planned = g.rows > UNPLANNED;
-  const int rows = is_planned ? rows_of_tile(g) : (int)EXPERT_ROWS;
+  const int rows = is_planned ? rows_of_tile(g, device) : (int)EXPERT_ROWS;
   const int64_t pairs = g.rows * g.active;
   const int64_t most = is_planned && pairs > g.experts ? g.experts : pairs;
   const size_t element = g.dtype == KVL_DTYPE_F32 ? 4 : 2;
@@ -235,19 +246,13 @@ int columns_for(const kvl_experts_args &g, int rows, int64_t height,
   return best;
 }
 
-bool takes_experts_wgmma(const kvl_experts_args &g, const kvl_cuda_queue *q) {
-  return is_hopper_device(q->device) && g.k % 64 == 0 && g.inner % 64 == 0 &&
-         (g.dtype == KVL_DTYPE_F16 || g.dtype == KVL_DTYPE_BF16) &&
-         aligned16(g.x, g.gate_up, g.down) && encode_map();
-}
-
 /* One of the two products of every expert. x: [x_rows, k] */
 template <class T>
 int multiply(const kvl_experts_args &g, experts_product p, const T *weights, const T *x,
              int64_t x_rows, int64_t k, const kvl_cuda_queue *q) {
   const int64_t height = (int64_t)p.units * (p.swiglu ? 2 : 1);
   if constexpr (sizeof(T) == 2) {
-    if (takes_experts_wgmma(g, q)) {
+    if (takes_experts_wgmma(g, q->device)) {
       using shape = experts_shape;
       const int columns = columns_for(g, p.rows, height, q);
       const int stage = shape::stage_bytes(columns, p.rows);
@@ -263,6 +268,8 @@ int multiply(const kvl_experts_args &g, experts_product p, const T *weights, con
       return launch_experts_wgmma<T>(p, columns, of_weights, of_rows,
                                      (int)grid((int64_t)p.most * p.cuts, 1, q, 1), q);
     }
+    if (p.tiles && k % 8 == 0 && p.units % 8 == 0 && aligned16(weights, x))
+      return launch_experts_mma<T>(p, weights, x, k, q);
   }
   p.cuts = ceil_div(p.units, ROW_WARPS);
   const bool wide = k % WIDE<T> == 0 && aligned16(weights, x);
@@ -291,7 +298,7 @@ int collect(const kvl_experts_args &g, const experts_room &room, const kvl_cuda_
 
 template <class T> int launch_experts(const kvl_experts_args &g, const kvl_cuda_queue *q) {
   const bool is_planned = g.rows > UNPLANNED;
-  const experts_room room = room_of(g);
+  const experts_room room = room_of(g, q->device);
   char *const at = (char *)g.workspace;
   T *const between = (T *)(at + room.between), *const y = (T *)(at + room.y);
   const int64_t slots = (int64_t)room.tiles * room.rows;
@@ -325,7 +332,9 @@ KVL_CUDA_WORKSPACE(experts) {
   (void)sm_count;
   const kvl_experts_args &g = *(const kvl_experts_args *)args;
   if (g.rows * g.active == 0 || g.k == 0) return 0;
-  return kvl::room_of(g).bytes;
+  int device = 0;
+  cudaGetDevice(&device);
+  return kvl::room_of(g, device).bytes;
 }
 
 KVL_CUDA_KERNEL(fill);
