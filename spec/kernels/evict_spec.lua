@@ -63,7 +63,8 @@ local function specs(dev)
 
   for _, codec in ipairs { "f32", "bf16", "f8_latent" } do
     it("copy_tokens moves latents of " .. codec, function()
-      local rng, format = support.rng(5), nil
+      local rng = support.rng(5)
+      local format
       local memory = kv.randn(dev, "f32", { BLOCKS, 1, 1, SIZE, 48 }, { seed = 3 })
       if codec == "f8_latent" then
         memory, format = support.f8_latent_pages(memory, 32)

@@ -103,8 +103,9 @@ describe("experts", function()
     end
   end
 
-  -- What kernels have for few and many rows of an expert, and for low and wide cuts of its
-  -- matrices; the last cut of a matrix is not full. Hopper's own do not take the last four.
+  -- What kernels have for few and many rows of an expert, and for low and wide cuts of
+  -- its matrices; the last cut of a matrix is not full. Hopper's own kernel does not take
+  -- the last four.
   for i, size in ipairs { { 1, 4, 64, 512, 192 }, { 2, 8, 128, 256, 1088 },
                           { 16, 4, 64, 1088, 320 }, { 64, 4, 32, 576, 1600 },
                           { 100, 6, 16, 320, 4160 }, { 300, 4, 16, 1088, 832 },
