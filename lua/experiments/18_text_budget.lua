@@ -26,7 +26,8 @@
 -- file for perplexity, or kjv, the King James Bible of Debian's package bible-kjv-text.
 -- format: what K and V are kept in (f32, f16, bf16, f8e4m3 or int8; model: the model's
 -- dtype). split: even, or the name of a split that divides the budget among layers or
--- heads (lua/splits), which is then their mean. heads: a folder or a file of results of
+-- heads (lua/splits), which is then their mean. reuse_steps, reuse_layers: with n,
+-- policies select in every n-th step or layer. heads: a folder or a file of results of
 -- 24_heads for this model, which the policy duo needs. Without a model here, a small one
 -- with random weights reads made-up sentences (model = sample). It only serves as a test:
 -- its answers are never right.
@@ -116,6 +117,7 @@ local function policy_of(config)
   end
   return kv.policy(config.policy, { ratio = config.budget, sink = 1, recent = 2,
     min_blocks = 0, split = config.split ~= "even" and config.split or nil,
+    reuse_steps = config.reuse_steps, reuse_layers = config.reuse_layers,
     heads = config.policy == "duo" and config.heads or nil })
 end
 
@@ -228,9 +230,11 @@ kv.experiment.run {
   defaults = { model = downloads.find "smollm2" and kv.task.has_kjv() and "smollm2"
                  or "sample", text = "kjv", length = 2048, decode = 64, examples = 8,
                block_size = 16, question = "decode", chat = false, dtype = "bf16",
-               format = "model", split = "even", heads = "" },
+               format = "model", split = "even", heads = "", reuse_steps = 1,
+               reuse_layers = 1 },
   kinds = kv.experiment.kinds({
-    count = { "length", "decode", "examples", "block_size" }, share = { "budget" },
+    count = { "length", "decode", "examples", "block_size", "reuse_steps",
+      "reuse_layers" }, share = { "budget" },
     yes_or_no = { "chat" }, text = { "model", "text", "split", "heads" },
     dtype = { "dtype" }, format_or_model = { "format" },
   }, {
