@@ -365,8 +365,10 @@ int kvl_linear_parts(const kvl_tensor *x, const kvl_tensor *norm, double eps,
                      const kvl_tensor *weight, const kvl_tensor *bias,
                      const kvl_tensor *const *outs, int parts);
 /* Chooses the experts of each row: the `active` ones whose score, with the bias added, is best,
- * in falling order. Of equal ones the first wins; NaN is below every number. Scores and weights
- * are computed in fp32, and the bias is not part of the weights.
+ * in falling order. Of equal ones the first wins; a score of NaN is below every number. Scores
+ * and weights are computed in fp32, and the bias is not part of the weights. With a softmax, a
+ * logit of NaN or +inf makes all scores of its row NaN. chosen and weights share no memory with
+ * each other or with an input.
  *  logits   f32 f16 bf16  [rows, experts]   1 to 4096 experts
  *  bias     f32           [experts]         may be NULL
  *  chosen   i32           [rows, active]    1 <= active <= the experts of open groups
@@ -376,10 +378,9 @@ int kvl_route(const kvl_tensor *logits, const kvl_tensor *bias, const kvl_router
               const kvl_tensor *chosen, const kvl_tensor *weights);
 /* A layer of experts: y[r] = sum of weights[r][j] * down[e] (silu(g) * u) over j, where e is
  * chosen[r][j], and g and u are the halves of gate_up[e] x[r]. form is KVL_LINEAR_PLAIN for
- * out = y, or KVL_LINEAR_ADD for out += y. An expert that no row has chosen
- * is not read. A choice out of range adds nothing. Sums are accumulated in fp32; silu(g) * u is
- * rounded to x's dtype, and on a GPU so is what an expert gives. out shares no memory with an
- * input.
+ * out = y, or KVL_LINEAR_ADD for out += y. An expert that no row has chosen is not read. A
+ * choice out of range adds nothing. Sums are accumulated in fp32; silu(g) * u is rounded to x's
+ * dtype, and on a GPU so is what an expert gives. out shares no memory with an input.
  *  x        f32 f16 bf16  [rows, k]
  *  chosen   i32           [rows, active]
  *  weights  f32           [rows, active]
@@ -540,9 +541,9 @@ int kvl_sequences_step(kvl_sequence *const *seqs, const int32_t *tokens, int n, 
  * is (is_shared). Its pages hold keys alone, of f32, f16, bf16 or f8_latent; key_dim and
  * value_dim are multiples of 8 (value_dim of 16 for f8_latent, whose memory is u8), key_dim up
  * to 576. kvl_append_kv, kvl_rope_append, kvl_read_blocks and kvl_paged_attention take such
- * pages; their results have the length value_dim. The ops that move blocks or
- * tokens, the hot cache, and summaries and scores, which read only keys, take such pages, too (hashes need a key_dim of up
- * to 256, and not f8_latent). Other ops refuse them.
+ * pages; their results have the length value_dim. So do the ops that move
+ * blocks or tokens, and the hot cache; summaries and scores, because they read keys alone; and
+ * hashes, of a key_dim of up to 256, but not over f8_latent. Other ops refuse them.
  *
  * cache, q, k, v, out and summary begin at a multiple of 16 bytes.
  *

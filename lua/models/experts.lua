@@ -15,6 +15,8 @@ local router = require "models.router"
 local refuse = fields.refuse
 local M = {}
 
+local MOST = 4096 -- experts of a layer, as kernels have room for
+
 --- How many experts a layer has: the field has several names.
 local function count_of(path, values, default)
   local count, first
@@ -29,12 +31,14 @@ local function count_of(path, values, default)
   return count or default, first or "num_experts"
 end
 
---- Checks that x has as many experts as are active.
+--- Checks the numbers of experts.
 ---@param name string  of the field that says how many there are
 local function complete(path, x, name)
   if x.active > x.count then
     refuse(path, "num_experts_per_tok", x.active, ("at most %d, the %s"):format(x.count,
       name))
+  elseif x.count > MOST then
+    refuse(path, name, x.count, ("at most %d"):format(MOST))
   end
   return x
 end

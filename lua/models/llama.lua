@@ -261,8 +261,9 @@ function M.random(given, o)
   return build(configure(file), o, file)
 end
 
---- Bytes that a decode step of `rows` (1) sequences reads of the weights: all but the
--- embedding, and of experts as many as that many tokens choose on average.
+--- Bytes of weights that a decode step of `rows` (1) sequences reads: all but the
+-- embedding; of experts the share that so many tokens choose, if each of them chooses any
+-- expert as often as any other.
 function Model:weight_bytes(rows)
   local bytes = self.head:bytes() + self.norm:bytes()
   for _, layer in pairs(self.layers) do
@@ -378,6 +379,7 @@ local BUFFERS = options.like("buffers of a step", "x", "h", "gated", "attended",
 local VIEWS = options.like("views of a step", "x", "h", "gated", "attended_rows", "qkv")
 local STATES = options.like("views of a step", "x", "h") -- those of any family
 arguments.methods(Model, "a model", {
+  weight_bytes = { rows = options.optional(options.count) },
   views = { buffers = BUFFERS, n = options.count },
   embed = { tokens = kinds.tensor, s = STATES },
   forward_layer = { i = options.whole, s = VIEWS, attention = objects.attention },

@@ -20,8 +20,8 @@ local function retrieving(self, layers, heads)
     local layer, head, lost = row.config.layer, row.config.head, row.metrics.lost
     if not below(layer, layers) or not below(head, heads) then
       error(("policy duo: row %d of %s is of layer %s, head %s, expected %d layers of %d "
-        .. "KV heads"):format(i, self.heads, tostring(layer), tostring(head), layers,
-        heads), 0)
+        .. "KV heads; heads names results of 24_heads for the model"):format(i,
+        self.heads, tostring(layer), tostring(head), layers, heads), 0)
     elseif type(lost) ~= "number" then
       error(("policy duo: row %d of %s: lost is %q, expected a number"):format(i,
         self.heads, tostring(lost)), 0)

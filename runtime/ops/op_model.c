@@ -1,5 +1,7 @@
 /* Transformer ops over the rows of tokens. Each function checks the shapes and launches a
  * kernel; kvlab.h describes the op. */
+#include <math.h>
+
 #include "args/attention.h"
 #include "args/elementwise.h"
 #include "args/linear.h"
@@ -28,10 +30,10 @@ static int overlaps(const kvl_tensor *a, const kvl_tensor *b) {
   return p < q + kvl_dtype_bytes(b->dtype) * b->count &&
          q < p + kvl_dtype_bytes(a->dtype) * a->count;
 }
-static void expect_apart(struct kvl__call *c, const kvl_tensor *out, const char *name,
-                         const kvl_tensor *t) {
+static void expect_apart(struct kvl__call *c, const char *out_name, const kvl_tensor *out,
+                         const char *name, const kvl_tensor *t) {
   if (c->status >= 0 && t && overlaps(out, t))
-    kvl__call_fail(c, "out shares memory with %s, expected memory of its own", name);
+    kvl__call_fail(c, "%s shares memory with %s, expected memory of its own", out_name, name);
 }
 
 /* If x has a single row and parts of the result follow the first part without a gap in
@@ -75,11 +77,11 @@ static int linear(struct kvl__call *c, const kvl_tensor *x, const kvl_tensor *no
                    (long long)outputs, (long long)n,
                    each == 2 ? "half as many columns as rows" : "as many columns as rows");
   for (int i = 0; i < parts; i++) {
-    expect_apart(c, outs[i], "x", x);
-    expect_apart(c, outs[i], "norm", norm);
-    expect_apart(c, outs[i], "weight", weight);
-    expect_apart(c, outs[i], "bias", bias);
-    for (int j = 0; j < i; j++) expect_apart(c, outs[i], "another out", outs[j]);
+    expect_apart(c, "out", outs[i], "x", x);
+    expect_apart(c, "out", outs[i], "norm", norm);
+    expect_apart(c, "out", outs[i], "weight", weight);
+    expect_apart(c, "out", outs[i], "bias", bias);
+    for (int j = 0; j < i; j++) expect_apart(c, "out", outs[i], "another out", outs[j]);
   }
   if (c->status < 0) return c->status;
   args.x = x->ptr;
@@ -135,6 +137,15 @@ int kvl_route(const kvl_tensor *logits, const kvl_tensor *bias, const kvl_router
   expect_experts(&c, "logits", experts);
   if (c.status >= 0 && !router) kvl__call_fail(&c, "router is NULL, expected a kvl_router");
   if (c.status < 0) return c.status;
+  const kvl_tensor *const outs[] = {chosen, weights};
+  for (int i = 0; i < 2; i++) {
+    const char *name = i ? "weights" : "chosen";
+    expect_apart(&c, name, outs[i], "logits", logits);
+    expect_apart(&c, name, outs[i], "bias", bias);
+  }
+  expect_apart(&c, "weights", weights, "chosen", chosen);
+  if (!isfinite(router->factor))
+    kvl__call_fail(&c, "factor is %g, expected a finite number", (double)router->factor);
   const int groups = router->groups, open = router->open_groups;
   if (groups < 1 || experts % groups)
     kvl__call_fail(&c, "groups is %d, expected a divisor of the %lld experts", groups,
@@ -176,11 +187,11 @@ int kvl_experts(const kvl_tensor *x, const kvl_tensor *chosen, const kvl_tensor 
   if (c.status >= 0 && chosen->count > INT32_MAX / 4)
     kvl__call_fail(&c, "chosen has %lld numbers, expected at most %d",
                    (long long)chosen->count, INT32_MAX / 4);
-  expect_apart(&c, out, "x", x);
-  expect_apart(&c, out, "chosen", chosen);
-  expect_apart(&c, out, "weights", weights);
-  expect_apart(&c, out, "gate_up", gate_up);
-  expect_apart(&c, out, "down", down);
+  expect_apart(&c, "out", out, "x", x);
+  expect_apart(&c, "out", out, "chosen", chosen);
+  expect_apart(&c, "out", out, "weights", weights);
+  expect_apart(&c, "out", out, "gate_up", gate_up);
+  expect_apart(&c, "out", out, "down", down);
   if (c.status < 0) return c.status;
   struct kvl_experts_args args = {x->ptr,    chosen->ptr, weights->ptr, gate_up->ptr,
                                   down->ptr, out->ptr,    x->shape[0],  chosen->shape[1],

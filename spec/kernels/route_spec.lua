@@ -110,6 +110,14 @@ S.each_device(function(dev)
       S.equal(chosen:index(0), { 1, 2 })
       S.equal(chosen:index(3), { 0, 1 })
     end)
+
+    it("weighs experts by 0 if all that were chosen have a score of 0", function()
+      local chosen, weights = kv.ops.route { is_normed = true, active = 2,
+        logits = kv.from(dev, "f32", { 1, 4 }, { 1000, 0, 0, 0 }),
+        bias = kv.from(dev, "f32", { 4 }, { -10, 1, 2, 0 }) }
+      S.equal(chosen, { 2, 1 })
+      S.equal(weights, { 0, 0 })
+    end)
   end)
 end)
 
@@ -131,6 +139,19 @@ describe("route", function()
       { logits = kv.zeros(cpu, "f32", { 1, 4097 }) })
     refused("logits", { logits = kv.zeros(cpu, "i32", { 1, 12 }) })
     refused("active", { active = 0 })
+    refused("factor is inf, expected a finite number", { factor = math.huge })
+    local logits, bias = kv.zeros(cpu, "f32", { 2, 4 }), kv.zeros(cpu, "f32", { 8 })
+    local function given(words, a)
+      a.logits = a.logits or logits
+      S.raises(words, kv.ops.route, a)
+    end
+    local two = kv.zeros(cpu, "i32", { 2, 2 })
+    given("active is given with chosen, expected one", { active = 2, chosen = two })
+    given("logits has 0 dims, expected 2", { logits = kv.zeros(cpu, "f32", {}) })
+    given("weights shares memory with bias", { bias = bias:narrow(0, 4),
+      weights = bias:narrow(2, 4):reshape { 2, 2 } })
+    given("weights shares memory with logits", { weights = logits })
+    S.equal(kv.ops.route { logits = logits, chosen = two }, two)
     S.fails(kv.C.kvl_route(kv.zeros(cpu, "f32", { 1, 4 }), nil, nil,
       kv.zeros(cpu, "i32", { 1, 1 }), kv.zeros(cpu, "f32", { 1, 1 })), "route",
       "router is NULL")

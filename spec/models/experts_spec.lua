@@ -2,6 +2,7 @@
 -- to 300 products against sums in double.
 local experts = require "models.experts"
 local kv = require "kvlab"
+local support = require "spec.support"
 
 local cpu = kv.device "cpu"
 local TOLERANCE = 1e-4
@@ -42,6 +43,12 @@ local function by_hand(x, w, h, hidden, is_normed)
 end
 
 describe("a layer of experts", function()
+  it("has no more than kernels have room for", function()
+    support.raises("config: num_experts is 4097, expected at most 4096", experts.config,
+      "config", { model_type = "qwen3_moe", num_experts = 4097, num_experts_per_tok = 2,
+                  moe_intermediate_size = 8 }, { layers = 1, hidden = 8, inner = 8 })
+  end)
+
   for _, case in ipairs {
     { inner = 24, count = 8, active = 2 },
     { inner = 300, count = 6, active = 3 },

@@ -1,5 +1,5 @@
-/* A layer of experts: out[r], or its sum with out[r], becomes the sum of weights[r][j] * down[e] (silu(g) * u) over j, where e =
- * chosen[r][j], and g and u are the halves of gate_up[e] x[r].
+/* A layer of experts: y[r] = sum of weights[r][j] * down[e] (silu(g) * u) over j, where e =
+ * chosen[r][j], and g and u are the halves of gate_up[e] x[r]; then out = y or out += y.
  *   x, out   f32 f16 bf16  [rows, k]
  *   chosen   i32           [rows, active]
  *   weights  f32           [rows, active]
@@ -25,7 +25,7 @@ struct room {
   size_t h, between, y, sums, starts, pairs, linear, bytes;
 };
 
-static size_t take(size_t *bytes, int64_t count, int element) {
+static size_t take(size_t *bytes, int64_t count, int64_t element) {
   size_t at = *bytes;
   *bytes += ((size_t)count * (size_t)element + 63) / 64 * 64;
   return at;
@@ -59,7 +59,7 @@ static struct room room_of(const struct kvl_experts_args *g) {
   r.sums = take(&r.bytes, g->rows * g->k, 4);
   r.starts = take(&r.bytes, g->experts + 1, 4);
   r.pairs = take(&r.bytes, pairs, 4);
-  r.linear = take(&r.bytes, 1, (int)i64_max((int64_t)by_up, (int64_t)by_down));
+  r.linear = take(&r.bytes, 1, i64_max((int64_t)by_up, (int64_t)by_down));
   return r;
 }
 

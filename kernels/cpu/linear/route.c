@@ -61,8 +61,7 @@ static void route_row(const struct kvl_route_args *g, int64_t row, float *score)
     chosen[j] = (int32_t)best;
     sum += weights[j] = score[best];
   }
-  /* A sigmoid may be 0 for all of them. */
-  const float by = g->router.is_normed ? sum + (g->router.is_sigmoid ? 1e-20f : 0.0f) : 1.0f;
+  const float by = g->router.is_normed ? sum + 1e-20f : 1.0f; /* all of them may be 0 */
   for (int64_t j = 0; j < g->active; j++) weights[j] = weights[j] / by * g->router.factor;
 }
 

@@ -1,6 +1,5 @@
-/* A layer of experts: out[r], or its sum with out[r], becomes the sum of weights[r][j] *
- * down[e] (silu(g) * u) over j, where e = chosen[r][j], and g and u are the halves of gate_up[e]
- * x[r].
+/* A layer of experts: y[r] = sum of weights[r][j] * down[e] (silu(g) * u) over j, where e =
+ * chosen[r][j], and g and u are the halves of gate_up[e] x[r]; then out = y or out += y.
  *   x, out   f32 f16 bf16  [rows, k]
  *   chosen   i32           [rows, active]
  *   weights  f32           [rows, active]
@@ -149,7 +148,8 @@ __global__ void __launch_bounds__(ROW_THREADS)
   }
 }
 
-/* out[r] becomes, or gets in addition, the sum of weights[r][j] * y[slot_of[r][j]]. A thread has N neighbours. */
+/* y[r] = the sum of weights[r][j] * y[slot_of[r][j]]; then out = y or out += y. A thread has N
+ * neighbours. */
 template <class T, int N>
 __global__ void __launch_bounds__(ROW_THREADS)
     add_experts(const __grid_constant__ kvl_experts_args g, const T *y, const int *slot_of) {

@@ -1,8 +1,8 @@
-/* The products of a layer of experts on Hopper: the rows of each expert times one of its two
- * matrices, in q's 16-bit dtype.
+/* The products of a layer of experts on Hopper, in 16 bits: the rows of each expert times one
+ * of its two matrices.
  *
- * Rows are collected by expert in tiles of at most plan.rows; only the device knows how many tiles
- * there are and whose they are. A piece of work is a tile of rows and COLUMNS rows of its
+ * Rows are collected by expert in tiles; only the device knows how many tiles there are, and
+ * whose they are. A piece of work is a tile of rows and COLUMNS rows of its
  * expert's matrix. The rows are the rows of wgmma's product, 64 for each consumer; if a tile has
  * fewer, what lies behind them in shared memory is multiplied, too, and never stored. One
  * warp has TMA bring both sides into a ring, stage by stage along k, for one piece of work after

@@ -94,8 +94,7 @@ __global__ void __launch_bounds__(ROUTE_WARPS *WARP)
     }
     __syncwarp();
   }
-  /* A sigmoid may be 0 for all of them. */
-  const float by = g.router.is_normed ? sum + (g.router.is_sigmoid ? 1e-20f : 0.f) : 1.f;
+  const float by = g.router.is_normed ? sum + 1e-20f : 1.f; /* all of them may be 0 */
   for (int64_t j = row * g.active + lane; j < (row + 1) * g.active; j += WARP)
     g.weights[j] = scores[g.chosen[j]] / by * g.router.factor;
 }

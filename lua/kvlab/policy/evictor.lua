@@ -68,8 +68,9 @@ local function namesake(name)
 end
 
 --- Raises for what does not work with eviction.
-local function check_attention(o, cache, p)
-  local lacks = cache.tables == "one" and 'tables = "one"; expected "layer" or "head"'
+local function check_attention(attention, o, cache, p)
+  local lacks = attention.reads_index and "a policy that reads the model's index keys"
+    or cache.tables == "one" and 'tables = "one"; expected "layer" or "head"'
     or o.draft_policy and "drafts"
     or o.alibi and "ALiBi" or has_window(o.window) and "a window"
     or cache.tables == "layer" and p.split and p.split.heads
@@ -104,7 +105,7 @@ function M.new(attention, o)
   local p, cache = attention.decode_policy, attention.cache
   if not p.evict then return nil end
   p = p.holder or p
-  check_attention(o, cache, p)
+  check_attention(attention, o, cache, p)
   check_budget(p, cache)
   return setmetatable({ policy = p, cache = cache, attention = attention,
     positions = tally.tally(attention.shape, 1, 0, "token"),

@@ -108,7 +108,8 @@ function step.route(a)
   local groups, logits = a.groups or 1, a.logits
   local chosen, weights = a.chosen, a.weights
   if not (chosen and weights) then
-    local shape = { logits:size(0), a.active or 1 }
+    local given = chosen or weights
+    local shape = given and given:dims() or { logits:size(0), a.active or 1 }
     chosen = chosen or tensor.tensor(logits.device, "i32", shape)
     weights = weights or tensor.tensor(logits.device, "f32", shape)
   end
@@ -121,20 +122,30 @@ end
 
 --- Chooses `active` experts for each row of logits [rows, experts], best first. A score
 -- is the softmax over a row, or the sigmoid of each logit. A bias, f32 [experts], counts
--- for the choice only.
----@param a table  logits; active (1), unless chosen and weights are given; bias;
+-- for the choice only. Of equal experts the first wins. There are up to 4096.
+---@param a table  logits; active (1), or chosen or weights, which say it; bias;
 --                 is_sigmoid; is_normed: weights are divided by their sum; factor (1) of
 --                 weights; groups (1) of neighbouring experts, of which the best
 --                 open_groups (all) may be chosen from; chosen; weights
 ---@return kvlab.Tensor chosen   i32 [rows, active]
 ---@return kvlab.Tensor weights  f32 [rows, active]
-function M.route(a) return step.route(options.check("route", a, ROUTE)) end
+function M.route(a)
+  options.check("route", a, ROUTE)
+  if #a.logits:dims() ~= 2 then
+    options.fail(("route: logits has %d dims, expected 2"):format(#a.logits:dims()))
+  elseif a.active and (a.chosen or a.weights) then
+    options.fail(("route: active is given with %s, expected one of them"):format(
+      a.chosen and "chosen" or "weights"))
+  end
+  return step.route(a)
+end
 
 --- A layer of experts: y[r] = sum of weights[r][j] * what the expert chosen[r][j] gives
 -- for x[r], which is down (silu(g) * u), where g and u are the halves of gate_up x[r].
 -- out becomes y (form "plain", or nil) or out + y ("add"). Experts that no row has chosen
--- are not read. x and out are [rows, k], chosen i32 and weights f32 [rows, active],
--- gate_up [experts, 2 * inner, k], down [experts, k, inner].
+-- are not read, and a choice out of range adds nothing. x and out are [rows, k], chosen
+-- i32 and weights f32 [rows, active], gate_up [experts, 2 * inner, k], down [experts, k,
+-- inner], up to 4096 experts.
 function M.experts(x, chosen, weights, gate_up, down, out, form)
   expect_tensor("experts", "x", x)
   expect_tensor("experts", "chosen", chosen)

@@ -151,6 +151,15 @@ describe("a cache of latents", function()
     assert.is_true(count >= 16)
   end)
 
+  it("is not evicted from beside the model's own selection", function()
+    local nsa = kv.policy("nsa", { granularity = "token", index = "model",
+      index_topk = 8, min_blocks = 0, sink = 0, recent = 0 })
+    support.raises("policy keydiff evicts tokens, which does not go with a policy that "
+      .. "reads the model's index keys", rig.new, cpu, { value_dim = VALUE_DIM,
+      tables = "layer", policy = policy_of "keydiff", prefill_policy = nsa,
+      index = { heads = 2, dim = 64 } })
+  end)
+
   it("is evicted from in 8 bits", function()
     for _, tables in ipairs { "layer", "head" } do
       local outs = {} -- streaming evicts by position, so both hold the same tokens
