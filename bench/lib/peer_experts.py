@@ -69,5 +69,5 @@ def cases():
     """(id, the name of our row, what makes the case)"""
     for name, *sizes in SHAPES:
         for tokens in (1, 16, 64, 512, 4096):
-            yield ("X1", f"experts of {name}, {tokens} tokens",
+            yield ("X1", f"experts of {name}, tokens: {tokens}",
                    lambda s=tuple(sizes), n=tokens: Experts(*s, n))
