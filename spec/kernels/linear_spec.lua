@@ -71,7 +71,9 @@ describe("linear", function()
                             { 4, 4096, 130 }, { 3, 40, 6 }, { 5, 64, 20 },
                             { 49, 32, 10 }, { 0, 8, 4 }, { 1, 1, 2 }, { 8, 4096, 66 },
                             { 1, 14336, 12 }, { 7, 14336, 12 }, { 9, 192, 130 },
-                            { 16, 576, 66 }, { 17, 128, 34 } } do
+                            { 16, 576, 66 }, { 17, 128, 34 }, { 30, 4096, 98 },
+                            { 33, 192, 610 }, { 64, 576, 66 }, { 80, 320, 258 },
+                            { 97, 64, 1030 }, { 128, 576, 34 }, { 129, 64, 20 } } do
       for _, dtype in ipairs { "f32", "f16", "bf16" } do
         for _, extras in ipairs { false, true } do
           shapes[#shapes + 1] = { form = form, rows = size[1], k = size[2], n = size[3],
@@ -85,7 +87,7 @@ describe("linear", function()
   for _, c in ipairs(S.sample(shapes)) do case(c) end
 
   for at, o in ipairs { { 0 }, { 1 }, { 1, joined = true }, { 3 }, { 8 }, { 49 }, { 64 },
-                        { 65 }, { 130, sizes = { 16, 0, 6 } } } do
+                        { 65 }, { 90 }, { 130, sizes = { 16, 0, 6 } } } do
     local rows = o[1]
     local sizes = o.sizes or at % 2 == 0 and { 12, 4, 6 } or { 16, 8, 24 }
     local n = sizes[1] + sizes[2] + sizes[3]
@@ -119,7 +121,7 @@ describe("linear", function()
   end
 
   -- Frozen weights are read while the kernels before still run; x and out must not be.
-  for _, rows in ipairs { 1, 4, 8, 16 } do
+  for _, rows in ipairs { 1, 4, 8, 16, 50, 128 } do
     for _, form in ipairs { "add", "swiglu" } do
       local s = { form = form, rows = rows, k = 512, n = 600, dtype = "bf16",
                   extras = true, outputs = form == "swiglu" and 300 or 600 }

@@ -26,54 +26,30 @@ enum { PANEL_ROWS = 4096, FEW_ROWS = 64, FINISH_THREADS = 256 };
 
 /* ---- what becomes of y ---------------------------------------------------------------- */
 
-/* A thread takes N outputs of row blockIdx.y, all of one part. y [rows, n] */
-template <int N, class T>
+/* A thread takes E outputs of row blockIdx.y, all of one part. y [rows, n] */
+template <int E, class T>
 __global__ void __launch_bounds__(FINISH_THREADS)
     finish(const __grid_constant__ kvl_linear_args g, const T *y, int64_t first,
            int64_t outputs) {
-  const int64_t j = ((int64_t)blockIdx.x * FINISH_THREADS + threadIdx.x) * N;
+  const int64_t j = ((int64_t)blockIdx.x * FINISH_THREADS + threadIdx.x) * E;
   let_next_start();
   wait_for_previous();
   if (j >= outputs) return;
-  const T *row = y + blockIdx.y * g.n, *bias = (const T *)g.bias;
-  auto biased = [&](int64_t i, float(&v)[N]) {
-    load_floats(row + i, v);
-    if (!bias) return;
-    float b[N];
-    load_floats(bias + i, b);
-#pragma unroll
-    for (int e = 0; e < N; e++) v[e] += b[e];
-  };
-  float v[N], w[N];
-  biased(j, v);
-  void *out = g.out;
-  int64_t columns = outputs, column = j;
-  if (g.parts > 1) {
-    int i = 0;
-    while (column >= g.columns[i]) column -= g.columns[i++];
-    out = g.outs[i], columns = g.columns[i];
-  }
-  const int64_t at = (first + blockIdx.y) * columns + column;
-  if (g.form == KVL_LINEAR_ADD) {
-    load_any(out, g.out_dtype, at, w);
-#pragma unroll
-    for (int e = 0; e < N; e++) v[e] += w[e];
-  } else if (g.form == KVL_LINEAR_SWIGLU) {
-    biased(j + outputs, w);
-#pragma unroll
-    for (int e = 0; e < N; e++) v[e] = silu<T>(v[e]) * w[e];
-  }
-  store_any(out, g.out_dtype, at, v);
+  const T *const row = y + blockIdx.y * g.n + j;
+  const int64_t m = first + blockIdx.y;
+  float v[E], partner[E], before[E];
+  load_floats(row, v);
+  if (g.form == KVL_LINEAR_SWIGLU) load_floats(row + outputs, partner);
+  if (g.form == KVL_LINEAR_ADD) load_any(g.out, g.out_dtype, m * outputs + j, before);
+  store_linear<T>(g, outputs, m, j, v, partner, before);
 }
 
 template <class T>
 int launch_finish(const kvl_linear_args &g, const void *y, int64_t first, int64_t rows,
                   int64_t outputs, const kvl_cuda_queue *q) {
-  bool wide = outputs % 8 == 0 && aligned16(g.out, g.bias);
-  for (int i = 0; g.parts > 1 && i < g.parts; i++)
-    wide = wide && g.columns[i] % 8 == 0 && aligned16(g.outs[i]);
-  const int n = wide ? 8 : 1;
-  const dim3 blocks((unsigned)ceil_div(outputs, FINISH_THREADS * n), (unsigned)rows);
+  const bool wide = stores_wide(g);
+  const int each = wide ? 8 : 1;
+  const dim3 blocks((unsigned)ceil_div(outputs, FINISH_THREADS * each), (unsigned)rows);
   auto kernel = wide ? finish<8, T> : finish<1, T>;
   return launch_programmatic(kernel, blocks, FINISH_THREADS, 0, q, g, (const T *)y, first,
                              outputs);

@@ -49,6 +49,7 @@ struct linear_wgmma_plan {
   int height, units, tiles; /* a tile's rows of the weights and outputs; how many tiles */
   int boxes, stages;        /* K's of a stage; stages of a tile */
   int places, under_way;    /* stages in the ring; the most stages in flight */
+  bool wide;                /* see stores_wide */
 };
 
 #if KVL_SM90A
@@ -215,8 +216,11 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
     return;
   }
 
-  const int64_t units = g.form == KVL_LINEAR_SWIGLU ? g.n / 2 : g.n;
-  const int column = threadIdx.x % HEIGHT, row = threadIdx.x / HEIGHT; /* and every second */
+  /* At the end of a tile, each thread has eight outputs of a row of x. */
+  constexpr int GROUPS = HEIGHT / 8;
+  const bool swiglu = g.form == KVL_LINEAR_SWIGLU, adds = g.form == KVL_LINEAR_ADD;
+  const int64_t units = swiglu ? g.n / 2 : g.n;
+  const int m = threadIdx.x / GROUPS, column = threadIdx.x % GROUPS * 8;
   const uint32_t ready_x = g.norm ? barriers.normed : barriers.came;
   float d[N / 2];
   int turn = 0;
@@ -224,13 +228,9 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
   wait_for_previous();
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x, turn ^= 1) {
     const int64_t unit = (int64_t)tile * p.units + column;
-    const bool stores = column < p.units && unit < units;
-    uint32_t before[N / 2]; /* loaded now, looked at when the tile is done */
-#pragma unroll
-    for (int i = 0; i < N / 2; i++)
-      before[i] = stores && row + 2 * i < g.rows
-                      ? linear_before(g, (row + 2 * i) * units + unit)
-                      : 0;
+    const bool stores = m < g.rows && column < p.units && unit < units;
+    linear_before before = {}; /* loaded now, looked at when the tile is done */
+    if (stores && adds && p.wide) before.load(g, m * units + unit);
     int last = -1;
     for (int i = 0; i < p.stages; i++) {
       barrier_wait(barriers.weights + 8 * s.at, s.phase);
@@ -258,10 +258,7 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
     for (int i = 0; i < N / 2; i++)
       own[i & 2 ? 8 : 0][i / 4 * 8 + lane % 4 * 2 + (i & 1)] = d[i];
     named_sync(1, WARPGROUP); /* one barrier a tile: the sums alternate between two buffers */
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-      const int m = row + 2 * i;
-      if (!stores || m >= g.rows) break;
+    if (stores) {
       float scale = 1.f;
       if (g.norm) {
         float all = 0;
@@ -269,10 +266,25 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
         for (int w = 0; w < NORM_WARPS; w++) all += squares[w][m];
         scale = 1.f / sqrtf(all / (float)g.k + g.eps);
       }
-      const float y = sums[turn][column][m] * scale;
-      const float z = sums[turn][(column + p.units) % HEIGHT][m] * scale; /* with SwiGLU */
-      if (g.parts > 1) store_linear<true, T>(g, units, m, unit, y, z, before[i]);
-      else store_linear<false, T>(g, units, m, unit, y, z, before[i]);
+      float y[8], z[8], x[8];
+      const int partner = swiglu ? column + p.units : column;
+#pragma unroll
+      for (int e = 0; e < 8; e++) {
+        y[e] = sums[turn][column + e][m] * scale;
+        z[e] = sums[turn][partner + e][m] * scale;
+      }
+      if (p.wide) {
+        before.floats<T>(g, x);
+        store_linear<T>(g, units, m, unit, y, z, x);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+          float y1[1] = {y[e]}, z1[1] = {z[e]}, x1[1] = {};
+          if (unit + e >= units || column + e >= p.units) break;
+          if (adds) load_any(g.out, g.out_dtype, m * units + unit + e, x1);
+          store_linear<T>(g, units, m, unit + e, y1, z1, x1);
+        }
+      }
     }
     __syncwarp(); /* all lanes have to come to the next product */
   }
@@ -318,6 +330,7 @@ inline linear_wgmma_plan plan_linear_wgmma(const kvl_linear_args &g, int n,
   const int halves = g.form == KVL_LINEAR_SWIGLU ? 2 : 1;
   const int units = (int)(g.n / halves), sms = q->sm_count;
   int64_t least = INT64_MAX;
+  p.wide = stores_wide(g);
   /* The busiest SM has the fewest rows. Low tiles are slower for each row, so tiles of 16
    * rows are only for small products. */
   for (int height : {64, 48, 32, 16}) {

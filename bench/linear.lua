@@ -1,0 +1,74 @@
+--- The products of one layer of Llama-8B's shape, with its norms, SwiGLU and residuals, for the
+-- rows of decode steps, drafts and short prompts (L1). Several layers with weights of their own
+-- are recorded in a graph and replayed, so that a layer's weights are not in the L2, and
+-- its kernels start as in a step of a model. The time and the bytes are a layer's. Limit: a
+-- plain read of its weights.
+local kv = require "kvlab"
+local paged = require "bench.lib.paged"
+
+local HIDDEN, INNER, KV = 4096, 14336, 1024
+local LAYERS, REPLAYS, EPS = 4, 31, 1e-5
+
+local function random(b, seed, n, k)
+  return kv.randn(b.device, "bf16", { n, k }, { seed = seed, std = k ^ -0.5 }):freeze()
+end
+
+local function layer(rows)
+  return function(b)
+    local hidden, inner, few = b:shrunk(HIDDEN), b:shrunk(INNER), b:shrunk(KV)
+    local layers, bytes = {}, 0
+    for i = 1, LAYERS do
+      local w = { qkv = random(b, 4 * i, hidden + 2 * few, hidden),
+                  o = random(b, 4 * i + 1, hidden, hidden),
+                  gate_up = random(b, 4 * i + 2, 2 * inner, hidden),
+                  down = random(b, 4 * i + 3, hidden, inner) }
+      for _, weight in pairs(w) do bytes = bytes + weight:bytes() end
+      w.norm = kv.full(b.device, "bf16", { hidden }, 1)
+      layers[i] = w
+    end
+    local function buffer(n) return kv.full(b.device, "bf16", { rows, n }, 0 / 0) end
+    local first = kv.randn(b.device, "bf16", { rows, hidden }, { seed = 1 })
+    local x, q, k, v, between = buffer(hidden), buffer(hidden), buffer(few), buffer(few),
+      buffer(inner)
+    local linear = kv.ops.linear
+    local function run()
+      x:copy_(first)
+      for _, w in ipairs(layers) do
+        linear(x, w.qkv, { q, k, v }, "plain", w.norm, EPS)
+        linear(q, w.o, x, "add")
+        linear(x, w.gate_up, between, "swiglu", w.norm, EPS)
+        linear(between, w.down, x, "add")
+      end
+    end
+    local function check()
+      run()
+      local r = rows - 1
+      local h = first:narrow(r, 1):cast "f32"
+      local function by(y, weight) return y:cast("bf16"):matmul_t(weight):cast "f32" end
+      local function normalised(y) return y / ((y * y):mean(1):reshape { 1, 1 } + EPS):sqrt() end
+      for _, w in ipairs(layers) do
+        local part = by(normalised(h), w.qkv):reshape { hidden + 2 * few }
+        h = h + by(part:narrow(0, hidden):reshape { 1, hidden }, w.o)
+        local pair = by(normalised(h), w.gate_up):reshape { 2 * inner }
+        local gate, up = pair:narrow(0, inner), pair:narrow(inner, inner)
+        h = h + by((gate:silu() * up):reshape { 1, inner }, w.down)
+      end
+      paged.expect("the last row", x:narrow(r, 1), h, 0.05)
+    end
+    check()
+    local step = run
+    if b.kind == "cuda" then
+      local graph = kv.graph(run, b.device)
+      step = function() graph:replay() end
+    end
+    local us = b:time(step, REPLAYS)
+    return { us = us / LAYERS, bytes = bytes / LAYERS }
+  end
+end
+
+return function(b)
+  for _, rows in ipairs { 1, 4, 8, 16, 17, 32, 48, 64, 80, 128, 256 } do
+    b:case { id = "L1", setup = layer(rows),
+             name = ("the products of a layer, rows: %d"):format(rows) }
+  end
+end
