@@ -6,11 +6,11 @@
  *   bias    like x         [n], optional
  *   out     like x or f32  [rows, n], or [rows, n / 2] for SwiGLU; with several parts,
  *                          [rows, columns[i]] each
- * On Hopper, up to 16 rows are one launch (linear_wgmma.cuh); a norm of f16 or of more than 8
- * rows is one more. Otherwise the kernels of rmsnorm and matmul do the work, for at most
- * PANEL_ROWS rows at a time, and a small one finishes it; y is then rounded to x's dtype.
+ * On Hopper, up to 16 rows are one launch (linear_wgmma.cuh); a norm of f16 is one more.
+ * Otherwise the kernels of rmsnorm and matmul do the work, for at most PANEL_ROWS rows at a
+ * time, and a small one finishes it; y is then rounded to x's dtype.
  * Limit: the bytes of the weights for few rows, that of matmul for many.
- * Measured: see kernels/dev/linear.cu. */
+ * Measured: bench/linear.lua, notes/20261122-linear.md. */
 #include "args/linear.h"
 #include "cuda/linear/linear_wgmma.cuh"
 #include "cuda/row.cuh"

@@ -15,7 +15,9 @@ namespace kvl {
 inline bool stores_wide(const kvl_linear_args &g) {
   bool wide = aligned16(g.bias) && aligned16(g.out);
   for (int i = 0; i < g.parts; i++)
-    wide = wide && (g.parts == 1 ? g.n : g.columns[i]) % (g.form == KVL_LINEAR_SWIGLU ? 16 : 8) == 0 &&
+    wide = wide &&
+           (g.parts == 1 ? g.n : g.columns[i]) % (g.form == KVL_LINEAR_SWIGLU ? 16 : 8) ==
+               0 &&
            (g.parts == 1 || aligned16(g.outs[i]));
   return wide;
 }
@@ -42,9 +44,9 @@ struct linear_before {
 /* Stores units unit ... unit + E - 1 of `units` of row m. y: their sums; z: with SwiGLU, the
  * sums of their partners; before: what out has there, if it is added. */
 template <class T, int E>
-__device__ __forceinline__ void store_linear(const kvl_linear_args &g, int64_t units, int64_t m,
-                                             int64_t unit, float (&y)[E], float (&z)[E],
-                                             const float (&before)[E]) {
+__device__ __forceinline__ void store_linear(const kvl_linear_args &g, int64_t units,
+                                             int64_t m, int64_t unit, float (&y)[E],
+                                             float (&z)[E], const float (&before)[E]) {
   const bool swiglu = g.form == KVL_LINEAR_SWIGLU;
   if (const T *bias = (const T *)g.bias) {
     float b[E];

@@ -9,9 +9,10 @@
  *
  * A norm is r x * norm, where r is one number for each row. Four warps multiply x by the norm's
  * weights, stage by stage in turn, and sum x's squares on the way; r is multiplied in when a
- * tile is done. In f16, x * norm could overflow, so norms in f16 are not done here. Norms
- * of more than 8 rows are not done here either, because they would take longer than a
- * launch.
+ * tile is done. In f16, x * norm could overflow, so norms in f16 are not done here.
+ *
+ * In a chain of products, what follows a tile counts in full. So each thread then has eight
+ * outputs of one row: it computes them beside each other and stores them at once.
  *
  * A thread block asks for so much shared memory that an SM has room for only one. The
  * reason is that the next product begins early, while this one ends: if two of its blocks
@@ -22,7 +23,7 @@
  * products read: tables, positions, their code.
  *
  * Limit     the bytes of the weights at memory bandwidth
- * Measured  notes/20261122-linear.md, kernels/dev/linear.cu */
+ * Measured  notes/20261122-linear.md, bench/linear.lua */
 #ifndef KVL_CUDA_LINEAR_WGMMA_CUH
 #define KVL_CUDA_LINEAR_WGMMA_CUH
 
@@ -42,7 +43,6 @@ struct linear_wgmma_plan {
                                      * memory delivers less */
     PLACES = 16,                    /* stages in the ring, at most */
     THREADS = WARPGROUP + 2 * WARP, /* and NORM_WARPS if there is a norm */
-    NORM_ROWS = 8,                  /* of x, at most, if there is a norm */
     NORM_WARPS = 4,                 /* the ring's places are then a multiple of it */
     STATIC = 10 << 10,              /* bytes of shared memory that is not dynamic, at most */
   };
@@ -78,12 +78,12 @@ struct linear_barriers {
 /* One of the warps that multiply x by the norm's weights, each in its own places of the ring.
  * `squares` gets the sum of squares of each row of the stages that this warp had. A stage of x
  * is at ring_x + place * bytes_x, [BOXES, N, K], swizzled. */
-template <class T, class W, int BOXES>
+template <class T, class W, int N, int BOXES>
 __device__ void apply_norm(const kvl_linear_args &g, const linear_wgmma_plan &p,
                            const linear_barriers &barriers, char *ring_x, int nth,
                            float *squares, int lane) {
   using plan = linear_wgmma_plan;
-  constexpr int K = plan::K, N = plan::NORM_ROWS, WARPS = plan::NORM_WARPS;
+  constexpr int K = plan::K, WARPS = plan::NORM_WARPS;
   constexpr int EACH = N / 4; /* packs of a box in each lane: one in every fourth row */
   const W *norm = (const W *)g.norm;
   float sums[EACH] = {};
@@ -206,13 +206,11 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
     return;
   }
   if (warp >= NORM) {
-    if constexpr (N == plan::NORM_ROWS) {
-      char *own = shared_bytes + (ring_x - shared_address(shared_bytes));
-      const int nth = warp - NORM;
-      if (g.norm_dtype == KVL_DTYPE_F32)
-        apply_norm<T, float, BOXES>(g, p, barriers, own, nth, squares[nth], lane);
-      else apply_norm<T, T, BOXES>(g, p, barriers, own, nth, squares[nth], lane);
-    }
+    char *own = shared_bytes + (ring_x - shared_address(shared_bytes));
+    const int nth = warp - NORM;
+    if (g.norm_dtype == KVL_DTYPE_F32)
+      apply_norm<T, float, N, BOXES>(g, p, barriers, own, nth, squares[nth], lane);
+    else apply_norm<T, T, N, BOXES>(g, p, barriers, own, nth, squares[nth], lane);
     return;
   }
 
@@ -320,8 +318,7 @@ inline bool takes_linear_wgmma(const kvl_linear_args &g, const kvl_cuda_queue *q
 }
 
 inline bool fuses_norm(const kvl_linear_args &g) {
-  return g.dtype == KVL_DTYPE_BF16 && aligned16(g.norm) &&
-         g.rows <= linear_wgmma_plan::NORM_ROWS;
+  return g.dtype == KVL_DTYPE_BF16 && aligned16(g.norm);
 }
 
 inline linear_wgmma_plan plan_linear_wgmma(const kvl_linear_args &g, int n,
