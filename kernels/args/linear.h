@@ -5,13 +5,14 @@
 
 #include "base.h"
 
-/* Batch strides are in elements. With a stride of 0, all batches share a or b. */
+/* Batch strides are in elements. With a stride of 0, all batches share a or b. adds: the product
+ * is added to what out has; only kernels that call others set it. */
 struct kvl_matmul_args {
   const void *a, *b;
   void *out;
   int64_t batch, m, n, k, a_stride, b_stride, out_stride;
   void *workspace;
-  int32_t transpose_b, dtype, out_dtype;
+  int32_t transpose_b, adds, dtype, out_dtype;
 };
 
 /* norm may be f32 beside 16-bit rows, and so may out. form is a kvl_linear_form; a plain one

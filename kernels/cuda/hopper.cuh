@@ -167,7 +167,7 @@ template <int N> __device__ __forceinline__ void settle(float (&d)[N]) {
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#define KVL_D4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define KVL_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define KVL_D8(i)                                                             \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
       "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -176,6 +176,7 @@ template <int N> __device__ __forceinline__ void settle(float (&d)[N]) {
 #define KVL_D64 KVL_D32(0), KVL_D32(32)
 #define KVL_NAMES_4 "%0,%1,%2,%3"
 #define KVL_NAMES_8 KVL_NAMES_4 ",%4,%5,%6,%7"
+#define KVL_NAMES_12 KVL_NAMES_8 ",%8,%9,%10,%11"
 #define KVL_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define KVL_NAMES_32 \
   KVL_NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -204,12 +205,16 @@ template <class T, int N>
 __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, bool add) {
   constexpr bool half = std::is_same_v<T, __half>;
   if constexpr (N == 4) {
-    if constexpr (half) KVL_SHARED_PRODUCT(8, "f16", KVL_NAMES_4, "%4", "%5", "%6", KVL_D4);
-    else KVL_SHARED_PRODUCT(8, "bf16", KVL_NAMES_4, "%4", "%5", "%6", KVL_D4);
+    if constexpr (half) KVL_SHARED_PRODUCT(8, "f16", KVL_NAMES_4, "%4", "%5", "%6", KVL_D4(0));
+    else KVL_SHARED_PRODUCT(8, "bf16", KVL_NAMES_4, "%4", "%5", "%6", KVL_D4(0));
   } else if constexpr (N == 8) {
     if constexpr (half)
       KVL_SHARED_PRODUCT(16, "f16", KVL_NAMES_8, "%8", "%9", "%10", KVL_D8(0));
     else KVL_SHARED_PRODUCT(16, "bf16", KVL_NAMES_8, "%8", "%9", "%10", KVL_D8(0));
+  } else if constexpr (N == 12) {
+    if constexpr (half)
+      KVL_SHARED_PRODUCT(24, "f16", KVL_NAMES_12, "%12", "%13", "%14", KVL_D8(0), KVL_D4(8));
+    else KVL_SHARED_PRODUCT(24, "bf16", KVL_NAMES_12, "%12", "%13", "%14", KVL_D8(0), KVL_D4(8));
   } else if constexpr (N == 16) {
     if constexpr (half)
       KVL_SHARED_PRODUCT(32, "f16", KVL_NAMES_16, "%16", "%17", "%18", KVL_D16(0));
@@ -226,7 +231,7 @@ __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, b
       KVL_SHARED_PRODUCT(96, "bf16", KVL_NAMES_48, "%48", "%49", "%50", KVL_D32(0),
                          KVL_D16(32));
   } else {
-    static_assert(N == 64, "8, 16, 32, 64, 96 or 128 columns");
+    static_assert(N == 64, "8, 16, 24, 32, 64, 96 or 128 columns");
     if constexpr (half)
       KVL_SHARED_PRODUCT(128, "f16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D64);
     else KVL_SHARED_PRODUCT(128, "bf16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D64);
@@ -327,6 +332,7 @@ __device__ __forceinline__ void product_f8(float (&d)[N], uint64_t a, uint64_t b
 #undef KVL_NAMES_48
 #undef KVL_NAMES_32
 #undef KVL_NAMES_16
+#undef KVL_NAMES_12
 #undef KVL_NAMES_8
 #undef KVL_NAMES_4
 #undef KVL_D64

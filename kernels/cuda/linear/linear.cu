@@ -6,9 +6,10 @@
  *   bias    like x         [n], optional
  *   out     like x or f32  [rows, n], or [rows, n / 2] for SwiGLU; with several parts,
  *                          [rows, columns[i]] each
- * On Hopper, up to 16 rows are one launch (linear_wgmma.cuh); a norm of f16 is one more.
- * Otherwise the kernels of rmsnorm and matmul do the work, for at most PANEL_ROWS rows at a
- * time, and a small one finishes it; y is then rounded to x's dtype.
+ * On Hopper, up to 32 rows are one launch (linear_wgmma.cuh); a norm of f16 or of more than 16
+ * rows is one more. Otherwise the kernels of rmsnorm and matmul do the work, for at most
+ * PANEL_ROWS rows at a time. A product without a bias is the result or is added to it; others
+ * are rounded to x's dtype, and a small kernel finishes them.
  * Limit: the bytes of the weights for few rows, that of matmul for many.
  * Measured: bench/linear.lua, notes/20261122-linear.md. */
 #include "args/linear.h"
@@ -70,7 +71,8 @@ struct panel {
     auto bytes = [&](int64_t columns) {
       return ((size_t)(rows * columns) * element + 255) / 256 * 256;
     };
-    is_finished = g.form == KVL_LINEAR_PLAIN && !g.bias &&
+    const bool adds = g.form == KVL_LINEAR_ADD && g.rows > 2; /* matvec.cuh cannot add */
+    is_finished = (adds || g.form == KVL_LINEAR_PLAIN) && !g.bias &&
                   (g.parts == 1 || g.rows > FEW_ROWS);
     bytes_h = g.norm ? bytes(g.k) : 0;
     bytes_y = is_finished ? 0 : bytes(g.n);
@@ -78,6 +80,7 @@ struct panel {
     product.a = g.norm ? nullptr : g.x, product.out = is_finished ? g.out : nullptr;
     product.b = g.weight, product.batch = 1, product.transpose_b = 1;
     product.m = rows, product.n = g.n, product.k = g.k;
+    product.adds = is_finished && adds;
     product.dtype = g.dtype, product.out_dtype = is_finished ? g.out_dtype : g.dtype;
   }
 };

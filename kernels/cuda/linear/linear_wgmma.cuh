@@ -36,16 +36,20 @@ namespace kvl {
 
 struct linear_wgmma_plan {
   enum {
-    ROWS = 16,   /* of x, at most: of 32, the L2 would bring as many bytes as of weights */
+    ROWS = 32,   /* of x, at most: with more, the L2 would bring more bytes of x than of weights */
     HEIGHT = 64, /* of a product */
     K = 64,      /* numbers of a row that are 128 bytes, the width of the swizzle */
     UNDER_WAY = 48 << 10,           /* the most bytes of weights in flight: with more,
                                      * memory delivers less */
     PLACES = 16,                    /* stages in the ring, at most */
     THREADS = WARPGROUP + 2 * WARP, /* and NORM_WARPS if there is a norm */
+    NORM_ROWS = 16,                 /* of x, at most, if there is a norm */
     NORM_WARPS = 4,                 /* the ring's places are then a multiple of it */
-    STATIC = 10 << 10,              /* bytes of shared memory that is not dynamic, at most */
   };
+  /* Bytes of shared memory that is not dynamic, for n rows of x. */
+  static constexpr int static_bytes(int n) {
+    return 8 * HEIGHT * (n + 1) + 4 * NORM_WARPS * n + 32 * PLACES;
+  }
   int height, units, tiles; /* a tile's rows of the weights and outputs; how many tiles */
   int boxes, stages;        /* K's of a stage; stages of a tile */
   int places, under_way;    /* stages in the ring; the most stages in flight */
@@ -200,17 +204,22 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
     wait_for_previous();
     for (linear_stage x(p.stages); x.tile < p.tiles; x.next(p.stages, p.places)) {
       barrier_wait(barriers.empty + 8 * x.at, x.phase ^ 1);
-      barrier_arrive_expect(barriers.came + 8 * x.at, bytes_x);
-      copy_box4(ring_x + x.at * bytes_x, &rows, 0, x.stage * BOXES, barriers.came + 8 * x.at);
+      barrier_arrive_expect(barriers.came + 8 * x.at, BOXES * (int)g.rows * K * 2);
+#pragma unroll
+      for (int box = 0; box < BOXES; box++)
+        copy_box4(ring_x + x.at * bytes_x + box * BYTES_BOX, &rows, 0, x.stage * BOXES + box,
+                  barriers.came + 8 * x.at);
     }
     return;
   }
   if (warp >= NORM) {
     char *own = shared_bytes + (ring_x - shared_address(shared_bytes));
     const int nth = warp - NORM;
-    if (g.norm_dtype == KVL_DTYPE_F32)
-      apply_norm<T, float, N, BOXES>(g, p, barriers, own, nth, squares[nth], lane);
-    else apply_norm<T, T, N, BOXES>(g, p, barriers, own, nth, squares[nth], lane);
+    if constexpr (N <= plan::NORM_ROWS) {
+      if (g.norm_dtype == KVL_DTYPE_F32)
+        apply_norm<T, float, N, BOXES>(g, p, barriers, own, nth, squares[nth], lane);
+      else apply_norm<T, T, N, BOXES>(g, p, barriers, own, nth, squares[nth], lane);
+    }
     return;
   }
 
@@ -218,7 +227,8 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
   constexpr int GROUPS = HEIGHT / 8;
   const bool swiglu = g.form == KVL_LINEAR_SWIGLU, adds = g.form == KVL_LINEAR_ADD;
   const int64_t units = swiglu ? g.n / 2 : g.n;
-  const int m = threadIdx.x / GROUPS, column = threadIdx.x % GROUPS * 8;
+  constexpr int ROWS_AT_ONCE = WARPGROUP / GROUPS, TURNS = (N + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+  const int column = threadIdx.x % GROUPS * 8;
   const uint32_t ready_x = g.norm ? barriers.normed : barriers.came;
   float d[N / 2];
   int turn = 0;
@@ -226,9 +236,13 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
   wait_for_previous();
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x, turn ^= 1) {
     const int64_t unit = (int64_t)tile * p.units + column;
-    const bool stores = m < g.rows && column < p.units && unit < units;
-    linear_before before = {}; /* loaded now, looked at when the tile is done */
-    if (stores && adds && p.wide) before.load(g, m * units + unit);
+    const int stored = column < p.units && unit < units ? (int)g.rows : 0;
+    linear_before before[TURNS] = {}; /* loaded now, looked at when the tile is done */
+#pragma unroll
+    for (int i = 0; i < TURNS; i++) {
+      const int m = threadIdx.x / GROUPS + i * ROWS_AT_ONCE;
+      if (m < stored && adds && p.wide) before[i].load(g, m * units + unit);
+    }
     int last = -1;
     for (int i = 0; i < p.stages; i++) {
       barrier_wait(barriers.weights + 8 * s.at, s.phase);
@@ -256,7 +270,10 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
     for (int i = 0; i < N / 2; i++)
       own[i & 2 ? 8 : 0][i / 4 * 8 + lane % 4 * 2 + (i & 1)] = d[i];
     named_sync(1, WARPGROUP); /* one barrier a tile: the sums alternate between two buffers */
-    if (stores) {
+#pragma unroll
+    for (int i = 0; i < TURNS; i++) {
+      const int m = threadIdx.x / GROUPS + i * ROWS_AT_ONCE;
+      if (m >= stored) continue;
       float scale = 1.f;
       if (g.norm) {
         float all = 0;
@@ -272,7 +289,7 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
         z[e] = sums[turn][partner + e][m] * scale;
       }
       if (p.wide) {
-        before.floats<T>(g, x);
+        before[i].template floats<T>(g, x);
         store_linear<T>(g, units, m, unit, y, z, x);
       } else {
 #pragma unroll
@@ -318,7 +335,8 @@ inline bool takes_linear_wgmma(const kvl_linear_args &g, const kvl_cuda_queue *q
 }
 
 inline bool fuses_norm(const kvl_linear_args &g) {
-  return g.dtype == KVL_DTYPE_BF16 && aligned16(g.norm);
+  return g.dtype == KVL_DTYPE_BF16 && aligned16(g.norm) &&
+         g.rows <= linear_wgmma_plan::NORM_ROWS;
 }
 
 inline linear_wgmma_plan plan_linear_wgmma(const kvl_linear_args &g, int n,
@@ -339,7 +357,7 @@ inline linear_wgmma_plan plan_linear_wgmma(const kvl_linear_args &g, int n,
   }
   p.boxes = p.height > 32 ? 2 : 4;
   p.stages = ceil_div((int)(g.k / p.K), p.boxes);
-  p.places = (q->shared_optin - p.STATIC - 1024 - (p.HEIGHT - p.height) * 128) /
+  p.places = (q->shared_optin - p.static_bytes(n) - 1024 - (p.HEIGHT - p.height) * 128) /
              (p.boxes * (p.height + n) * p.K * 2);
   if (p.places > p.PLACES) p.places = p.PLACES;
   if (g.norm) p.places -= p.places % p.NORM_WARPS;
@@ -354,8 +372,9 @@ int launch_linear_wgmma(const kvl_linear_args &g, const linear_wgmma_plan &p,
   const int halves = g.form == KVL_LINEAR_SWIGLU ? 2 : 1;
   CUtensorMap weights, rows;
   int status = map_rows(g, g.weight, g.n / halves, halves, p.units, BOXES, &weights);
-  if (status == KVL_OK) status = map_rows(g, g.x, g.rows, 1, N, BOXES, &rows);
-  if (status == KVL_OK) status = allow_shared<kernel>(q, q->shared_optin - p.STATIC);
+  if (status == KVL_OK) status = map_rows(g, g.x, g.rows, 1, (int)g.rows, 1, &rows);
+  if (status == KVL_OK)
+    status = allow_shared<kernel>(q, q->shared_optin - p.static_bytes(N));
   if (status == KVL_OK) status = prefer_shared<kernel>(q);
   if (status != KVL_OK) return status;
   /* A product reads HEIGHT rows of the last tile in the ring, too. */
@@ -375,7 +394,10 @@ int launch_linear_wgmma(const kvl_linear_args &g, const kvl_cuda_queue *q) {
 }
 template <class T>
 int launch_linear_wgmma(const kvl_linear_args &g, const kvl_cuda_queue *q) {
-  return g.rows <= 8 ? launch_linear_wgmma<T, 8>(g, q) : launch_linear_wgmma<T, 16>(g, q);
+  return g.rows <= 8    ? launch_linear_wgmma<T, 8>(g, q)
+         : g.rows <= 16 ? launch_linear_wgmma<T, 16>(g, q)
+         : g.rows <= 24 ? launch_linear_wgmma<T, 24>(g, q)
+                        : launch_linear_wgmma<T, 32>(g, q);
 }
 inline int launch_linear_wgmma(const kvl_linear_args &g, const kvl_cuda_queue *q) {
   return g.dtype == KVL_DTYPE_F16 ? launch_linear_wgmma<__half>(g, q)

@@ -37,7 +37,7 @@ size_t bytes_of(int dtype) { return dtype == KVL_DTYPE_F32 ? 4 : 2; }
 /* Multiplies matrices [first, first + count) of the batch. */
 int multiply(const kvl_matmul_args *g, const kvl_cuda_queue *q, int64_t first,
              int64_t count) {
-  const float one = 1, zero = 0;
+  const float one = 1, old = g->adds ? 1 : 0;
   size_t in = bytes_of(g->dtype), to = bytes_of(g->out_dtype);
   const char *a = (const char *)g->a + (size_t)(first * g->a_stride) * in;
   const char *b = (const char *)g->b + (size_t)(first * g->b_stride) * in;
@@ -47,7 +47,7 @@ int multiply(const kvl_matmul_args *g, const kvl_cuda_queue *q, int64_t first,
       cublasGemmStridedBatchedEx_64(
           q->blas, g->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, CUBLAS_OP_N, g->n, g->m, g->k,
           &one, b, type, g->transpose_b ? g->k : g->n, g->b_stride, a, type, g->k,
-          g->a_stride, &zero, out, type_of(g->out_dtype), g->n, g->out_stride, count,
+          g->a_stride, &old, out, type_of(g->out_dtype), g->n, g->out_stride, count,
           CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
       "cublasGemmStridedBatchedEx");
 }
@@ -106,18 +106,19 @@ KVL_CUDA_KERNEL(matmul) {
   const kvl_matmul_args *g = (const kvl_matmul_args *)args;
   kvl_cuda_queue *q = (kvl_cuda_queue *)queue;
   if (g->batch == 0 || g->m == 0 || g->n == 0) return KVL_OK;
+  if (g->k == 0 && g->adds) return KVL_OK;
   if (g->k == 0) { /* an empty sum; cuBLAS wants leading dimensions above 0 */
     kvl_fill_args zero = {g->out, g->batch * g->m * g->n, 0, g->out_dtype};
     return kvl_cuda_fill(&zero, queue);
   }
-  if (g->transpose_b && g->batch == 1) {
+  if (g->transpose_b && g->batch == 1 && !g->adds) {
     kvl_linear_args linear = {};
     linear.x = g->a, linear.weight = g->b, linear.out = g->out, linear.parts = 1;
     linear.rows = g->m, linear.n = g->n, linear.k = g->k, linear.form = KVL_LINEAR_PLAIN;
     linear.dtype = linear.norm_dtype = g->dtype, linear.out_dtype = g->out_dtype;
     if (kvl::takes_linear_wgmma(linear, q)) return kvl::launch_linear_wgmma(linear, q);
   }
-  if (kvl::takes_matvec(*g, q->shared_optin)) return kvl::launch_matvec(*g, q);
+  if (!g->adds && kvl::takes_matvec(*g, q->shared_optin)) return kvl::launch_matvec(*g, q);
   int status = kvl__cuda_blas(q);
   if (g->dtype == KVL_DTYPE_F8E4M3) {
     for (int64_t i = 0; i < g->batch && status == KVL_OK; i++) status = multiply_f8(g, q, i);
