@@ -1,8 +1,8 @@
---- The products of one layer of Llama-8B's shape, with its norms, SwiGLU and residuals, for the
--- rows of decode steps, drafts and short prompts (L1). Several layers with weights of their own
--- are recorded in a graph and replayed, so that a layer's weights are not in the L2, and
--- its kernels start as in a step of a model. The time and the bytes are a layer's. Limit: a
--- plain read of its weights.
+--- The products of one layer of Llama-8B's shape, with its norms, SwiGLU and residuals,
+-- for the rows of decode steps, drafts and prompts (L1). Several layers with weights of
+-- their own are recorded in a graph and replayed, so that a layer's weights are not in
+-- the L2, and its kernels start as in a step of a model. Time, bytes and flops are a
+-- layer's. Limit: a plain read of its weights, or for many rows its flops.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 
@@ -23,7 +23,7 @@ local function layer(rows)
                   gate_up = random(b, 4 * i + 2, 2 * inner, hidden),
                   down = random(b, 4 * i + 3, hidden, inner) }
       for _, weight in pairs(w) do bytes = bytes + weight:bytes() end
-      w.norm = kv.full(b.device, "bf16", { hidden }, 1)
+      w.norm = kv.randn(b.device, "bf16", { hidden }, { seed = 100 + i, std = 0.5 })
       layers[i] = w
     end
     local function buffer(n) return kv.full(b.device, "bf16", { rows, n }, 0 / 0) end
@@ -45,11 +45,13 @@ local function layer(rows)
       local r = rows - 1
       local h = first:narrow(r, 1):cast "f32"
       local function by(y, weight) return y:cast("bf16"):matmul_t(weight):cast "f32" end
-      local function normalised(y) return y / ((y * y):mean(1):reshape { 1, 1 } + EPS):sqrt() end
+      local function normalised(y, norm)
+        return y / ((y * y):mean(1):reshape { 1, 1 } + EPS):sqrt() * norm:cast "f32"
+      end
       for _, w in ipairs(layers) do
-        local part = by(normalised(h), w.qkv):reshape { hidden + 2 * few }
+        local part = by(normalised(h, w.norm), w.qkv):reshape { hidden + 2 * few }
         h = h + by(part:narrow(0, hidden):reshape { 1, hidden }, w.o)
-        local pair = by(normalised(h), w.gate_up):reshape { 2 * inner }
+        local pair = by(normalised(h, w.norm), w.gate_up):reshape { 2 * inner }
         local gate, up = pair:narrow(0, inner), pair:narrow(inner, inner)
         h = h + by((gate:silu() * up):reshape { 1, inner }, w.down)
       end
@@ -69,7 +71,8 @@ local function layer(rows)
 end
 
 return function(b)
-  for _, rows in ipairs { 1, 4, 8, 9, 16, 17, 24, 25, 32, 33, 48, 64, 80, 128, 256, 4096 } do
+  for _, rows in ipairs { 1, 4, 8, 9, 16, 17, 24, 25, 32, 33, 48, 64, 80, 128, 256,
+                          4096 } do
     b:case { id = "L1", setup = layer(rows),
              name = ("the products of a layer, rows: %d"):format(rows) }
   end

@@ -343,6 +343,13 @@ int kvl_scatter(const kvl_tensor *src, const kvl_tensor *index, int add,
  *  weight    like x or f32 [dim] */
 int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tensor *weight,
                 double eps, const kvl_tensor *out);
+/* LayerNorm over the last dimension: out = (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight
+ * + bias.
+ *  x, out        f32 f16 bf16  [rows, dim]   out may be x
+ *  weight, bias  like x or f32 [dim]         both of one dtype
+ *  Source  Ba, Kiros and Hinton 2016 */
+int kvl_layernorm(const kvl_tensor *x, const kvl_tensor *weight, const kvl_tensor *bias,
+                  double eps, const kvl_tensor *out);
 /* A projection and what belongs to it in one op: y = h @ weight^T + bias, where h is x, or
  * rmsnorm(x) if there is a norm, rounded to x's dtype. Sums are accumulated in fp32. `form`
  * is a kvl_linear_form: out = y; out += y; or out[r][j] = silu(y[r][j]) * y[r][outputs + j],
@@ -357,10 +364,10 @@ int kvl_linear(const kvl_tensor *x, const kvl_tensor *norm, double eps,
                const kvl_tensor *weight, const kvl_tensor *bias, int form,
                const kvl_tensor *out);
 /* kvl_linear in the plain form, with y divided by columns over several tensors: outs[0] takes
- * the first columns, outs[1] the next ones. Together they have n columns; all have one dtype.
- * This is how one call makes q, k and v.
- *  outs  like x, or f32  [rows, its own columns]  1 to 3 tensors that share no memory with
- *                                                 each other or with an input */
+ * the first columns, outs[1] the next ones. Together they have n columns. This is how one call makes
+ * q, k and v.
+ *  outs  like x, or f32, each  [rows, its own columns]  1 to 5 tensors that share no memory
+ *                                                       with each other or with an input */
 int kvl_linear_parts(const kvl_tensor *x, const kvl_tensor *norm, double eps,
                      const kvl_tensor *weight, const kvl_tensor *bias,
                      const kvl_tensor *const *outs, int parts);

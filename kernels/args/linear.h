@@ -17,8 +17,9 @@ struct kvl_matmul_args {
 
 /* norm may be f32 beside 16-bit rows, and so may out. form is a kvl_linear_form; a plain one
  * may have several parts: outs[i] [rows, columns[i]] takes the next columns[i] of the result,
- * and out is outs[0]. frozen: no work that is under way writes the weight. */
-enum { KVL_LINEAR_PARTS = 3 };
+ * in out_dtypes[i]; out and out_dtype are the first of them. frozen: no work that is under way
+ * writes the weight. */
+enum { KVL_LINEAR_PARTS = 5 };
 struct kvl_linear_args {
   const void *x, *weight;
   const void *norm, *bias; /* optional */
@@ -29,6 +30,7 @@ struct kvl_linear_args {
   int32_t form, frozen, dtype, norm_dtype, out_dtype, parts;
   void *outs[KVL_LINEAR_PARTS];
   int64_t columns[KVL_LINEAR_PARTS];
+  int32_t out_dtypes[KVL_LINEAR_PARTS];
 };
 
 /* The i-th part as a call of its own. */
@@ -42,6 +44,7 @@ static inline struct kvl_linear_args kvl__linear_part(const struct kvl_linear_ar
   if (g->bias) part.bias = (const char *)g->bias + before * element;
   part.n = g->columns[i];
   part.out = g->outs[i];
+  part.out_dtype = g->out_dtypes[i];
   part.parts = 1;
   return part;
 }
@@ -75,6 +78,7 @@ struct kvl_rmsnorm_args {
   int64_t rows, dim;
   float eps;
   int32_t dtype, weight_dtype;
+  const void *bias; /* of a LayerNorm, like weight: the mean of a row is subtracted first */
 };
 struct kvl_rope_args {
   void *x;

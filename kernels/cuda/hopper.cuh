@@ -205,7 +205,8 @@ template <class T, int N>
 __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, bool add) {
   constexpr bool half = std::is_same_v<T, __half>;
   if constexpr (N == 4) {
-    if constexpr (half) KVL_SHARED_PRODUCT(8, "f16", KVL_NAMES_4, "%4", "%5", "%6", KVL_D4(0));
+    if constexpr (half)
+      KVL_SHARED_PRODUCT(8, "f16", KVL_NAMES_4, "%4", "%5", "%6", KVL_D4(0));
     else KVL_SHARED_PRODUCT(8, "bf16", KVL_NAMES_4, "%4", "%5", "%6", KVL_D4(0));
   } else if constexpr (N == 8) {
     if constexpr (half)
@@ -214,7 +215,8 @@ __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, b
   } else if constexpr (N == 12) {
     if constexpr (half)
       KVL_SHARED_PRODUCT(24, "f16", KVL_NAMES_12, "%12", "%13", "%14", KVL_D8(0), KVL_D4(8));
-    else KVL_SHARED_PRODUCT(24, "bf16", KVL_NAMES_12, "%12", "%13", "%14", KVL_D8(0), KVL_D4(8));
+    else
+      KVL_SHARED_PRODUCT(24, "bf16", KVL_NAMES_12, "%12", "%13", "%14", KVL_D8(0), KVL_D4(8));
   } else if constexpr (N == 16) {
     if constexpr (half)
       KVL_SHARED_PRODUCT(32, "f16", KVL_NAMES_16, "%16", "%17", "%18", KVL_D16(0));

@@ -176,8 +176,9 @@ local function load_q(read, c, at)
   return reorder(weight, order, c.heads * c.turned, c.turn_factor)
 end
 
---- Rows of the latents' matrices, or of their biases: of q's latent, if there is one, of
--- the latent of K and V, and of the key's rotated part.
+--- Rows of the matrices that read x, or of their biases: of q's latent, if there is one,
+-- of the latent of K and V, of the key's rotated part, and of the indexer, if there is
+-- one: its key, and the weights of its heads.
 local function load_latents(read, c, at, what, columns)
   local order = {}
   for i = 0, c.value_dim - 1 do order[i + 1] = i end
@@ -187,12 +188,22 @@ local function load_latents(read, c, at, what, columns)
     return name:find("kv_a_proj", 1, true)
       and reorder(weight, order, c.turned, c.turn_factor) or weight
   end
+  local index = c.index
   local names, rows = { at .. "kv_a_proj_with_mqa." .. what }, { c.head_dim }
   if c.q_rank then
     table.insert(names, 1, at .. "q_a_proj." .. what)
     table.insert(rows, 1, c.q_rank)
   end
-  return stack(get, names, rows, columns)
+  if index and what == "weight" then
+    for i, name in ipairs { "wk", "weights_proj" } do
+      names[#names + 1] = ("%sindexer.%s.weight"):format(at, name)
+      rows[#rows + 1] = i == 1 and index.dim or index.heads
+    end
+  end
+  local all = stack(get, names, rows, columns)
+  if not index or what == "weight" then return all end
+  local none = kv.zeros(all.device, all:type(), { index.dim + index.heads })
+  return kv.cat({ all, none }, 0)
 end
 
 --- The indexer's weights: those of its queries are made of q's latent.
@@ -200,18 +211,16 @@ local function load_index(read, c, at, layer)
   local index, of = c.index, at .. "indexer."
   local wq = read(of .. "wq_b.weight", { index.heads * index.dim, c.q_rank })
   local norm = read(of .. "k_norm.weight", { index.dim }, "f32")
-  local bias = read(of .. "k_norm.bias", { index.dim }, "f32"):reshape { 1, index.dim }
+  local bias = read(of .. "k_norm.bias", { index.dim }, "f32")
   if c.turn_factor ~= 1 then -- of the first numbers, which are rotated
     local turned = kv.full(norm.device, "f32", { index.dim }, 1)
     turned:narrow(0, c.turned):fill_(c.turn_factor)
     norm:mul(turned, norm)
-    bias:mul(turned:reshape { 1, index.dim }, bias)
+    bias:mul(turned, bias)
     local rows = wq:reshape { index.heads, index.dim, c.q_rank }
     rows:mul(turned:reshape { 1, index.dim, 1 }:cast(wq:type()), rows)
   end
   layer.index_norm, layer.index_bias, layer.index_q = norm, bias, wq
-  layer.index_a = stack(read, { of .. "wk.weight", of .. "weights_proj.weight" },
-    { index.dim, index.heads }, c.hidden)
 end
 
 local function load_layer(read, c, i)
@@ -265,9 +274,12 @@ end
 
 local function build(c, o, file)
   local self = parts.load(c, o, file, Model)
-  self.matrices = {}
+  self.matrices, self.latents = {}, {}
+  local rows = (c.q_rank or 0) + c.head_dim -- without those of the indexer
   for i, layer in pairs(self.layers) do
     self.matrices[i] = { keys = layer.uk, values = layer.uv }
+    self.latents[i] = { weight = layer.latents:narrow(0, rows),
+      bias = layer.latents_bias and layer.latents_bias:narrow(0, rows) }
   end
   if c.index then
     self.attention_options.index = { heads = c.index.heads, dim = c.index.dim }
@@ -340,14 +352,13 @@ local function by_heads(c, buffers, n, x, from, to)
 end
 
 --- Views and tensors of the indexer. Its keys are normed, and its weights used, in f32.
-local function index_views(c, device, buffers, n)
-  local index = c.index
+local function index_views(c, device, buffers, n, latents)
+  local index, all = c.index, { unpack(latents) }
   local keys = kv.tensor(device, "f32", { n, index.dim })
   local weights = kv.tensor(device, "f32", { n, index.heads })
-  local mean = kv.tensor(device, "f32", { n })
   local q = first_of(buffers.index_q, n, index.heads * index.dim)
-  return { parts = { keys, weights }, keys = keys, weights = weights, mean = mean,
-           mean_column = mean:reshape { n, 1 }, q = q,
+  all[#all + 1], all[#all + 2] = keys, weights
+  return { latents = all, keys = keys, weights = weights, q = q,
            given = { q = q:reshape { n, index.heads, index.dim }, k = keys,
                      weights = weights } }
 end
@@ -378,7 +389,7 @@ function Model:views(buffers, n)
   -- where a prefill expands latents
   s.q_whole = first_of(buffers.q, n, c.heads, c.nope + c.turned)
   s.values_out = s.values_rows:reshape { n, c.heads, c.v_dim }
-  if c.index then s.index = index_views(c, self.device, buffers, n) end
+  if c.index then s.index = index_views(c, self.device, buffers, n, s.latents) end
   return s
 end
 
@@ -393,34 +404,33 @@ local function multiply(s, weight, is_transposed)
   if not s.is_one then s.product:transpose(0, 1, s.out) end
 end
 
---- The indexer's keys, queries and weights; s.q_latent is normed.
+--- The indexer's keys, queries and weights. x was multiplied for it with the latents'
+-- matrix.
 local function compute_index(self, w, s, index)
-  linear(s.q_latent, w.index_q, index.q, "plain")
-  linear(s.x, w.index_a, index.parts, "plain", w.norm, self.config.eps)
-  local k = index.keys -- a LayerNorm is the norm of the distances from the mean
-  k:mean(1, index.mean)
-  k:sub(index.mean_column, k)
-  kv.ops.rmsnorm(k, w.index_norm, LATENT_EPS, k)
-  k:add(w.index_bias, k)
+  linear(s.q_latent, w.index_q, index.q, "plain", w.q_norm, LATENT_EPS)
+  kv.ops.layernorm(index.keys, w.index_norm, w.index_bias, LATENT_EPS, index.keys)
   index.weights:mul(self.config.index.scale, index.weights)
   return index.given
 end
 
 --- The attention of a layer, before its output projection, in s.values_rows.
 local function attend(self, i, w, s, attention)
-  local c = self.config
-  linear(s.x, w.latents, s.latents, "plain", w.norm, c.eps, w.latents_bias)
+  local c, index = self.config, attention.reads_index and s.index or nil
+  if index then
+    linear(s.x, w.latents, index.latents, "plain", w.norm, c.eps, w.latents_bias)
+  else -- without the rows that only the indexer reads
+    local own = self.latents[i]
+    linear(s.x, own.weight, s.latents, "plain", w.norm, c.eps, own.bias)
+  end
   kv.ops.rmsnorm(s.latent, w.kv_norm, LATENT_EPS, s.latent)
   check(C.kvl_put_part(s.latent, 1, 0, s.k_rows))
   check(C.kvl_put_part(s.k_turned, 1, c.value_dim, s.k_rows))
   if c.q_rank then
-    kv.ops.rmsnorm(s.q_latent, w.q_norm, LATENT_EPS, s.q_latent)
-    linear(s.q_latent, w.q, s.q_parts, "plain")
+    linear(s.q_latent, w.q, s.q_parts, "plain", w.q_norm, LATENT_EPS)
   else
     linear(s.x, w.q, s.q_parts, "plain", w.norm, c.eps)
   end
-  local index = attention.reads_index and s.index
-    and compute_index(self, w, s, s.index) or nil
+  index = index and compute_index(self, w, s, index)
   if attention:expands(self.matrices[i]) then
     check(C.kvl_put_part(s.q_plain, 2, 0, s.q_whole))
     check(C.kvl_put_part(s.q_turned, 2, c.nope, s.q_whole))

@@ -16,11 +16,36 @@ int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tenso
   kvl__arg(&c, "out", out, kvl__like(x), "rows dim");
   if (!(eps >= 0)) kvl__call_fail(&c, "eps is %g, expected >= 0", eps);
   if (c.status < 0) return c.status;
-  struct kvl_rmsnorm_args args = {x->ptr,       residual ? residual->ptr : NULL,
-                                  weight->ptr,  out->ptr,
-                                  x->shape[0],  x->shape[1],
-                                  (float)eps,   x->dtype,
-                                  weight->dtype};
+  struct kvl_rmsnorm_args args = {.x = x->ptr,
+                                  .residual = residual ? residual->ptr : NULL,
+                                  .weight = weight->ptr,
+                                  .out = out->ptr,
+                                  .rows = x->shape[0],
+                                  .dim = x->shape[1],
+                                  .eps = (float)eps,
+                                  .dtype = x->dtype,
+                                  .weight_dtype = weight->dtype};
+  return KVL__LAUNCH(&c, rmsnorm, args);
+}
+
+int kvl_layernorm(const kvl_tensor *x, const kvl_tensor *weight, const kvl_tensor *bias,
+                  double eps, const kvl_tensor *out) {
+  struct kvl__call c = {.op = "layernorm"};
+  kvl__arg(&c, "x", x, KVL__FLOAT, "rows dim");
+  kvl__arg(&c, "weight", weight, kvl__like(x) | KVL__F32, "dim");
+  kvl__arg(&c, "bias", bias, kvl__like(weight), "dim");
+  kvl__arg(&c, "out", out, kvl__like(x), "rows dim");
+  if (!(eps >= 0)) kvl__call_fail(&c, "eps is %g, expected >= 0", eps);
+  if (c.status < 0) return c.status;
+  struct kvl_rmsnorm_args args = {.x = x->ptr,
+                                  .weight = weight->ptr,
+                                  .bias = bias->ptr,
+                                  .out = out->ptr,
+                                  .rows = x->shape[0],
+                                  .dim = x->shape[1],
+                                  .eps = (float)eps,
+                                  .dtype = x->dtype,
+                                  .weight_dtype = weight->dtype};
   return KVL__LAUNCH(&c, rmsnorm, args);
 }
 
@@ -40,21 +65,23 @@ static void expect_apart(struct kvl__call *c, const char *out_name, const kvl_te
  * memory, joins them to it. */
 static void join_parts(struct kvl_linear_args *g) {
   int64_t element = kvl_dtype_bytes((kvl_dtype)g->out_dtype);
-  while (g->rows == 1 && g->parts > 1 &&
+  while (g->rows == 1 && g->parts > 1 && g->out_dtypes[1] == g->out_dtype &&
          (char *)g->outs[0] + g->columns[0] * element == g->outs[1]) {
     g->columns[0] += g->columns[1];
     g->parts--;
     for (int i = 1; i < g->parts; i++)
-      g->outs[i] = g->outs[i + 1], g->columns[i] = g->columns[i + 1];
+      g->outs[i] = g->outs[i + 1], g->columns[i] = g->columns[i + 1],
+      g->out_dtypes[i] = g->out_dtypes[i + 1];
   }
 }
 
 static int linear(struct kvl__call *c, const kvl_tensor *x, const kvl_tensor *norm,
                   double eps, const kvl_tensor *weight, const kvl_tensor *bias, int form,
                   const kvl_tensor *const *outs, int parts) {
-  static const char *const shapes[KVL_LINEAR_PARTS] = {"rows outputs", "rows outputs2",
-                                                       "rows outputs3"};
-  static const char *const names[KVL_LINEAR_PARTS] = {"outs[0]", "outs[1]", "outs[2]"};
+  static const char *const shapes[KVL_LINEAR_PARTS] = {
+      "rows outputs", "rows outputs2", "rows outputs3", "rows outputs4", "rows outputs5"};
+  static const char *const names[KVL_LINEAR_PARTS] = {"outs[0]", "outs[1]", "outs[2]",
+                                                      "outs[3]", "outs[4]"};
   struct kvl_linear_args args = {.parts = parts};
   kvl__arg(c, "x", x, KVL__FLOAT, "rows k");
   kvl__arg(c, "norm?", norm, kvl__like(x) | KVL__F32, "k");
@@ -65,10 +92,9 @@ static int linear(struct kvl__call *c, const kvl_tensor *x, const kvl_tensor *no
   if (norm && !(eps >= 0)) kvl__call_fail(c, "eps is %g, expected >= 0", eps);
   int64_t outputs = 0;
   for (int i = 0; i < parts; i++) {
-    unsigned dtypes = i ? kvl__like(outs[0]) : kvl__like(x) | KVL__F32;
     const char *name = parts > 1 ? names[i] : "out";
-    if (!kvl__arg(c, name, outs[i], dtypes, shapes[i])) break;
-    args.outs[i] = outs[i]->ptr;
+    if (!kvl__arg(c, name, outs[i], kvl__like(x) | KVL__F32, shapes[i])) break;
+    args.outs[i] = outs[i]->ptr, args.out_dtypes[i] = outs[i]->dtype;
     outputs += args.columns[i] = outs[i]->shape[1];
   }
   int64_t n = kvl__dim(c, "n"), each = form == KVL_LINEAR_SWIGLU ? 2 : 1;

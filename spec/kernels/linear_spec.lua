@@ -91,13 +91,14 @@ describe("linear", function()
     local rows = o[1]
     local sizes = o.sizes or at % 2 == 0 and { 12, 4, 6 } or { 16, 8, 24 }
     local n = sizes[1] + sizes[2] + sizes[3]
-    for turn, dtype in ipairs { "f32", "bf16", "bf16" } do
+    for turn, dtype in ipairs { "f32", "bf16", "bf16", "bf16" } do
       local out = turn == 3 and "f32" or dtype
+      local last = turn == 4 and "f32" or out -- of the last part
       local s = { form = "plain", rows = rows, k = 64, n = n, outputs = n, dtype = dtype,
                   out = out, extras = (rows + turn) % 2 == 1 }
       local rel = dtype == "f32" and 1e-5 or 4 * S.eps.bf16
-      local name = ("%d rows of %s in three parts of %s, %d columns%s"):format(rows,
-        dtype, out, n, o.joined and ", joined" or "")
+      local name = ("%d rows of %s in parts of %s, %s and %s, %d columns%s"):format(rows,
+        dtype, out, out, last, n, o.joined and ", joined" or "")
       S.agrees(name, function(dev)
         local i, parts, gathered = inputs(s), {}, {}
         -- Several rows: a tensor for each part. One row, joined: the parts follow each
@@ -105,7 +106,7 @@ describe("linear", function()
         local row, first = S.poisoned(dev, out, { n }), 0
         for p, size in ipairs(sizes) do
           parts[p] = o.joined and row:narrow(first, size):reshape { 1, size }
-            or S.poisoned(dev, out, { rows, size })
+            or S.poisoned(dev, p == #sizes and last or out, { rows, size })
           first = first + size
         end
         kv.ops.linear(i.x:to(dev), i.weight:to(dev), parts, "plain",
@@ -232,8 +233,8 @@ describe("linear", function()
     local three = zeros(2, 3)
     S.raises("out shares memory with another out", kv.ops.linear, x, w,
       { three, three }, "plain")
-    S.raises("out has 4 tensors, expected 1 to 3", kv.ops.linear, x, w,
-      { one, one, one, one }, "plain")
+    S.raises("out has 6 tensors, expected 1 to 5", kv.ops.linear, x, w,
+      { one, one, one, one, one, one }, "plain")
     S.raises("out is a list, expected a tensor for form \"add\"", kv.ops.linear, x, w,
       { one, five }, "add")
     S.fails(kv.C.kvl_linear_parts(x, nil, 0, w, nil, nil, 1), "linear_parts",

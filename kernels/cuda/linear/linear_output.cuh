@@ -67,12 +67,13 @@ __device__ __forceinline__ void store_linear(const kvl_linear_args &g, int64_t u
     for (int e = 0; e < E; e++) y[e] += before[e];
   }
   void *out = g.out;
+  int dtype = g.out_dtype;
   if (g.parts > 1) {
     int i = 0;
     while (unit >= g.columns[i]) unit -= g.columns[i++];
-    out = g.outs[i], units = g.columns[i];
+    out = g.outs[i], units = g.columns[i], dtype = g.out_dtypes[i];
   }
-  store_any(out, g.out_dtype, m * units + unit, y);
+  store_any(out, dtype, m * units + unit, y);
 }
 
 }  // namespace kvl

@@ -36,12 +36,13 @@ namespace kvl {
 
 struct linear_wgmma_plan {
   enum {
-    ROWS = 32,   /* of x, at most: with more, the L2 would bring more bytes of x than of weights */
-    HEIGHT = 64, /* of a product */
-    K = 64,      /* numbers of a row that are 128 bytes, the width of the swizzle */
-    UNDER_WAY = 48 << 10,           /* the most bytes of weights in flight: with more,
+    ROWS =
+        32, /* of x, at most: with more, the L2 would bring more bytes of x than of weights */
+    HEIGHT = 64,          /* of a product */
+    K = 64,               /* numbers of a row that are 128 bytes, the width of the swizzle */
+    UNDER_WAY = 48 << 10, /* the most bytes of weights in flight: with more,
                                      * memory delivers less */
-    PLACES = 16,                    /* stages in the ring, at most */
+    PLACES = 16,          /* stages in the ring, at most */
     THREADS = WARPGROUP + 2 * WARP, /* and NORM_WARPS if there is a norm */
     NORM_ROWS = 16,                 /* of x, at most, if there is a norm */
     NORM_WARPS = 4,                 /* the ring's places are then a multiple of it */
@@ -227,7 +228,8 @@ __global__ void __launch_bounds__(linear_wgmma_plan::THREADS +
   constexpr int GROUPS = HEIGHT / 8;
   const bool swiglu = g.form == KVL_LINEAR_SWIGLU, adds = g.form == KVL_LINEAR_ADD;
   const int64_t units = swiglu ? g.n / 2 : g.n;
-  constexpr int ROWS_AT_ONCE = WARPGROUP / GROUPS, TURNS = (N + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+  constexpr int ROWS_AT_ONCE = WARPGROUP / GROUPS,
+                TURNS = (N + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
   const int column = threadIdx.x % GROUPS * 8;
   const uint32_t ready_x = g.norm ? barriers.normed : barriers.came;
   float d[N / 2];
@@ -373,8 +375,7 @@ int launch_linear_wgmma(const kvl_linear_args &g, const linear_wgmma_plan &p,
   CUtensorMap weights, rows;
   int status = map_rows(g, g.weight, g.n / halves, halves, p.units, BOXES, &weights);
   if (status == KVL_OK) status = map_rows(g, g.x, g.rows, 1, (int)g.rows, 1, &rows);
-  if (status == KVL_OK)
-    status = allow_shared<kernel>(q, q->shared_optin - p.static_bytes(N));
+  if (status == KVL_OK) status = allow_shared<kernel>(q, q->shared_optin - p.static_bytes(N));
   if (status == KVL_OK) status = prefer_shared<kernel>(q);
   if (status != KVL_OK) return status;
   /* A product reads HEIGHT rows of the last tile in the ring, too. */

@@ -1,8 +1,9 @@
 /* out = x / sqrt(mean(x^2) + eps) * weight over rows of dim. With `residual`, first adds x to
- * residual, in place, and normalises that sum as it was stored.
+ * residual, in place, and normalises that sum as it was stored. With `bias`, a LayerNorm: the
+ * mean of x is subtracted first, and bias is added last.
  *   x, out    f32 f16 bf16   [rows, dim]   out may be x
  *   residual  like x         [rows, dim]   optional
- *   weight    like x or f32  [dim]
+ *   weight    like x or f32  [dim]         bias like weight, optional; without a residual
  * Rows of whole 16-byte packs up to 32768 16-bit numbers stay in registers; others are read
  * twice.
  *
@@ -21,13 +22,29 @@
 namespace kvl {
 namespace {
 
+enum norm_kind { NORM_PLAIN, NORM_RESIDUAL, NORM_LAYER };
+
+/* The sum of x over a team: TEAM lanes, or 0 for a whole thread block, which then calls it
+ * once for each `sums`. */
+template <int TEAM> __device__ __forceinline__ float team_sum(float x, float *sums) {
+  x = warp_sum < TEAM ? TEAM : WARP > (x);
+  if constexpr (TEAM == 0) {
+    if (threadIdx.x % WARP == 0) sums[threadIdx.x / WARP] = x;
+    __syncthreads();
+    const int lane = threadIdx.x % WARP;
+    x = warp_sum(lane < (int)blockDim.x / WARP ? sums[lane] : 0.f);
+  }
+  return x;
+}
+
 /* A row is held in the registers of a team: PACKS packs of 16 bytes per thread, all in flight
  * before the first is used; short rows hold the weight's packs, too. TEAM is the number of
  * lanes, or 0 for a whole thread block. */
-template <int TEAM, int PACKS, bool RESIDUAL, class T, class W>
+template <int TEAM, int PACKS, norm_kind KIND, class T, class W>
 __global__ void __launch_bounds__(TEAM ? ROW_THREADS : 512)
-    rmsnorm_row(const T *x, T *residual, const W *weight, T *out, int64_t rows, int dim,
-                float eps) {
+    rmsnorm_row(const T *x, T *residual, const W *weight, const W *bias, T *out, int64_t rows,
+                int dim, float eps) {
+  constexpr bool RESIDUAL = KIND == NORM_RESIDUAL;
   constexpr int N = WIDE<T>;
   constexpr bool EARLY = PACKS <= 2;
   const int threads = TEAM ? TEAM : blockDim.x, rank = threadIdx.x % threads;
@@ -51,7 +68,16 @@ __global__ void __launch_bounds__(TEAM ? ROW_THREADS : 512)
 #pragma unroll
     for (int p = 0; p < PACKS; p++)
       if (has(p)) g[p] = load_pack<N>(weight + at(p));
-  float squares = 0;
+  __shared__ float sums[KIND == NORM_LAYER ? 2 : 1][WARP];
+  float squares = 0, mean = 0;
+  if constexpr (KIND == NORM_LAYER) {
+#pragma unroll
+    for (int p = 0; p < PACKS; p++)
+#pragma unroll
+      for (int e = 0; e < N; e++)
+        if (has(p)) mean += to_float(v[p].at[e]);
+    mean = team_sum<TEAM>(mean, sums[1]) / (float)dim;
+  }
 #pragma unroll
   for (int p = 0; p < PACKS; p++) {
     if (!has(p)) continue;
@@ -62,24 +88,25 @@ __global__ void __launch_bounds__(TEAM ? ROW_THREADS : 512)
       store_pack<N>(residual + row * dim + at(p), v[p]);
     }
 #pragma unroll
-    for (int e = 0; e < N; e++) squares += to_float(v[p].at[e]) * to_float(v[p].at[e]);
+    for (int e = 0; e < N; e++) {
+      const float apart = to_float(v[p].at[e]) - mean;
+      squares += apart * apart;
+    }
   }
-  squares = warp_sum < TEAM ? TEAM : WARP > (squares);
-  if constexpr (TEAM == 0) {
-    __shared__ float sums[WARP];
-    if (threadIdx.x % WARP == 0) sums[threadIdx.x / WARP] = squares;
-    __syncthreads();
-    const int lane = threadIdx.x % WARP;
-    squares = warp_sum(lane < (int)blockDim.x / WARP ? sums[lane] : 0.f);
-  }
+  squares = team_sum<TEAM>(squares, sums[0]);
   const float scale = 1.0f / sqrtf(squares / (float)dim + eps);
 #pragma unroll
   for (int p = 0; p < PACKS; p++) {
     if (!has(p)) continue;
     const pack<W, N> own = EARLY ? g[EARLY ? p : 0] : load_pack<N>(weight + at(p));
+    pack<W, N> more = {};
+    if constexpr (KIND == NORM_LAYER) more = load_pack<N>(bias + at(p));
 #pragma unroll
-    for (int e = 0; e < N; e++)
-      v[p].at[e] = from_float<T>(to_float(v[p].at[e]) * scale * to_float(own.at[e]));
+    for (int e = 0; e < N; e++) {
+      float y = (to_float(v[p].at[e]) - mean) * scale * to_float(own.at[e]);
+      if constexpr (KIND == NORM_LAYER) y += to_float(more.at[e]);
+      v[p].at[e] = from_float<T>(y);
+    }
     store_pack<N>(out + row * dim + at(p), v[p]);
   }
 }
@@ -88,13 +115,22 @@ __global__ void __launch_bounds__(TEAM ? ROW_THREADS : 512)
  * or L2. */
 template <int N, class T, class W>
 __global__ void __launch_bounds__(ROW_THREADS)
-    rmsnorm_any(const T *x, T *residual, const W *weight, T *out, int64_t rows, int64_t dim,
-                float eps) {
+    rmsnorm_any(const T *x, T *residual, const W *weight, const W *bias, T *out, int64_t rows,
+                int64_t dim, float eps) {
   __shared__ float sums[WARP];
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const T *from = x + row * dim;
     T *sum_row = residual ? residual + row * dim : nullptr;
-    float squares = 0;
+    float squares = 0, mean = 0;
+    if (bias) {
+      walk<N>(0, dim, threadIdx.x, ROW_THREADS, [&](auto w, int64_t i) {
+        float v[w.value];
+        load_floats(from + i, v);
+#pragma unroll
+        for (int e = 0; e < w.value; e++) mean += v[e];
+      });
+      mean = block_sum(mean, sums) / (float)dim;
+    }
     walk<N>(0, dim, threadIdx.x, ROW_THREADS, [&](auto w, int64_t i) {
       constexpr int n = w.value;
       float v[n];
@@ -107,7 +143,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
         store_floats(sum_row + i, v);
       }
 #pragma unroll
-      for (int e = 0; e < n; e++) squares += v[e] * v[e];
+      for (int e = 0; e < n; e++) squares += (v[e] - mean) * (v[e] - mean);
     });
     squares = block_sum(squares, sums);
     const float scale = 1.0f / sqrtf(squares / (float)dim + eps);
@@ -118,7 +154,12 @@ __global__ void __launch_bounds__(ROW_THREADS)
       load_floats(from + i, v);
       load_floats(weight + i, g);
 #pragma unroll
-      for (int e = 0; e < n; e++) v[e] = v[e] * scale * g[e];
+      for (int e = 0; e < n; e++) v[e] = (v[e] - mean) * scale * g[e];
+      if (bias) {
+        load_floats(bias + i, g);
+#pragma unroll
+        for (int e = 0; e < n; e++) v[e] += g[e];
+      }
       store_floats(out + row * dim + i, v);
     });
   }
@@ -127,8 +168,8 @@ __global__ void __launch_bounds__(ROW_THREADS)
 template <int N, class T, class W>
 void start_any(const kvl_rmsnorm_args *g, const kvl_cuda_queue *q) {
   rmsnorm_any<N><<<grid(g->rows, 1, q, 32), ROW_THREADS, 0, q->stream>>>(
-      (const T *)g->x, (T *)g->residual, (const W *)g->weight, (T *)g->out, g->rows, g->dim,
-      g->eps);
+      (const T *)g->x, (T *)g->residual, (const W *)g->weight, (const W *)g->bias,
+      (T *)g->out, g->rows, g->dim, g->eps);
 }
 
 template <int TEAM, int PACKS, class T, class W>
@@ -140,10 +181,12 @@ void start(const kvl_rmsnorm_args *g, const kvl_cuda_queue *q) {
   /* The caller checks how the launches went. */
   auto launch = [&](auto kernel) {
     launch_programmatic(kernel, blocks, threads, 0, q, (const T *)g->x, (T *)g->residual,
-                        (const W *)g->weight, (T *)g->out, g->rows, (int)g->dim, g->eps);
+                        (const W *)g->weight, (const W *)g->bias, (T *)g->out, g->rows,
+                        (int)g->dim, g->eps);
   };
-  if (g->residual) launch(rmsnorm_row<TEAM, PACKS, true, T, W>);
-  else launch(rmsnorm_row<TEAM, PACKS, false, T, W>);
+  if (g->residual) launch(rmsnorm_row<TEAM, PACKS, NORM_RESIDUAL, T, W>);
+  else if (g->bias) launch(rmsnorm_row<TEAM, PACKS, NORM_LAYER, T, W>);
+  else launch(rmsnorm_row<TEAM, PACKS, NORM_PLAIN, T, W>);
 }
 
 template <class T, class W> int rmsnorm_of(const kvl_rmsnorm_args *g, void *queue) {
@@ -153,7 +196,7 @@ template <class T, class W> int rmsnorm_of(const kvl_rmsnorm_args *g, void *queu
   const int64_t packs = g->dim / N;
   /* From this many threads per row on, each takes more packs. Few rows get all threads. */
   const int64_t most = g->rows < 2 * q->sm_count ? 512 : g->residual ? 256 : 128;
-  if (g->dim % N || !aligned16(g->x, g->residual, g->weight, g->out))
+  if (g->dim % N || !aligned16(g->x, g->residual, g->weight, g->bias, g->out))
     start_any<1, T, W>(g, q);
   else if (packs <= WARP / 2) start<WARP / 2, 1, T, W>(g, q); /* a head of 128 16-bit dims */
   else if (packs <= WARP) start<WARP, 1, T, W>(g, q);

@@ -51,17 +51,31 @@ function M.rmsnorm(x, weight, eps, out, residual)
   return out
 end
 
+--- (x - its mean) / its standard deviation * weight + bias, in each row.
+function M.layernorm(x, weight, bias, eps, out)
+  expect_tensor("layernorm", "x", x)
+  expect_tensor("layernorm", "weight", weight)
+  expect_tensor("layernorm", "bias", bias)
+  argument("layernorm", "eps", eps, options.number)
+  if out ~= nil then expect_tensor("layernorm", "out", out) end
+  out = out or tensor.open_like(x)
+  check(C.kvl_layernorm(x, weight, bias, eps, out))
+  return out
+end
+
 local FORMS = { plain = C.KVL_LINEAR_PLAIN, add = C.KVL_LINEAR_ADD,
                 swiglu = C.KVL_LINEAR_SWIGLU }
-local PARTS = ffi.new "const kvl_tensor *[3]"
+local MOST_PARTS = 5
+local PARTS = ffi.new("const kvl_tensor *[?]", MOST_PARTS)
 
 --- Puts the tensors of a list into PARTS; returns how many they are.
 local function parts_of(list, form)
   if form ~= "plain" then
     options.fail(("linear: out is a list, expected a tensor for form %q"):format(form))
   end
-  if #list < 1 or #list > 3 then
-    options.fail(("linear: out has %d tensors, expected 1 to 3"):format(#list))
+  if #list < 1 or #list > MOST_PARTS then
+    options.fail(("linear: out has %d tensors, expected 1 to %d"):format(#list,
+      MOST_PARTS))
   end
   for i, x in ipairs(list) do
     expect_tensor("linear", ("out[%d]"):format(i), x)
@@ -74,7 +88,7 @@ end
 -- with a norm rmsnorm(x, norm, eps). out becomes y (form "plain"), out + y ("add"), or
 -- silu(first half of y) * its second half ("swiglu", with two rows of weight for each
 -- output). x is [rows, k], weight [n, k], out [rows, n], or [rows, n / 2] for swiglu. In
--- the plain form `out` may be a list of up to three tensors: the first takes the first
+-- the plain form `out` may be a list of up to five tensors: the first takes the first
 -- columns of y, the second the next, and so on. That is how one call makes q, k and v.
 function M.linear(x, weight, out, form, norm, eps, bias)
   expect_tensor("linear", "x", x)
