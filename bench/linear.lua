@@ -2,7 +2,8 @@
 -- for the rows of decode steps, drafts and prompts (L1). Several layers with weights of
 -- their own are recorded in a graph and replayed, so that a layer's weights are not in
 -- the L2, and its kernels start as in a step of a model. Time, bytes and flops are a
--- layer's. Limit: a plain read of its weights, or for many rows its flops.
+-- layer's. Limit: a plain read of its weights, or for many rows its flops. L2: the logits
+-- of Llama-3's vocabulary by themselves.
 local kv = require "kvlab"
 local paged = require "bench.lib.paged"
 
@@ -70,10 +71,30 @@ local function layer(rows)
   end
 end
 
+local function logits(rows)
+  return function(b)
+    local hidden, vocabulary = b:shrunk(HIDDEN), b:shrunk(128256)
+    local weight = random(b, 1, vocabulary, hidden)
+    local x = kv.randn(b.device, "bf16", { rows, hidden }, { seed = 2 })
+    local out = kv.full(b.device, "bf16", { rows, vocabulary }, 0 / 0)
+    local function run() kv.ops.linear(x, weight, out, "plain") end
+    return { run = run, bytes = weight:bytes() + x:bytes() + out:bytes(),
+      check = function()
+        run()
+        local last = x:narrow(rows - 1, 1):cast "f32"
+        paged.expect("the last row", out:narrow(rows - 1, 1),
+          last:matmul_t(weight:cast "f32"), 0.02)
+      end }
+  end
+end
+
 return function(b)
   for _, rows in ipairs { 1, 4, 8, 9, 16, 17, 24, 25, 32, 33, 48, 64, 80, 128, 256,
                           4096 } do
     b:case { id = "L1", setup = layer(rows),
              name = ("the products of a layer, rows: %d"):format(rows) }
+  end
+  for _, rows in ipairs { 1, 16, 17, 32, 33, 64 } do
+    b:case { id = "L2", setup = logits(rows), name = ("logits, rows: %d"):format(rows) }
   end
 end
