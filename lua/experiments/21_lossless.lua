@@ -15,6 +15,9 @@
 --                   (1 - a) tokens, and takes k drafted tokens and itself
 --   of_closed       speedup over closed_form
 --   draft_ms, check_ms, plain_ms  of a drafted token, a check, a step without drafts
+--   alone_ms        of a drafted token if one draft follows the other, without checks: a
+--                   check may take a GPU to its limit of power, so its clock falls.
+--                   For shapes
 --   same_share      answers that have exactly the tokens of full attention
 --   bytes_share     bytes that drafts and checks read for an answer, of those that full
 --                   attention reads for one; held_share and moved_share likewise
@@ -219,6 +222,7 @@ local function run_answers(config)
   end
   local m = with_shares({
     tokens_step = drafted.tokens / checks, same_share = same / #plain.ids,
+    alone_ms = 0 / 0,
     tokens_s = 1e6 * drafted.tokens / drafted.us,
     plain_tokens_s = 1e6 * plain.tokens / plain.us,
     speedup = plain.us / plain.tokens / (drafted.us / drafted.tokens),
@@ -318,6 +322,22 @@ local function time_rounds(self, k, warm, steps, accepted)
   return ms
 end
 
+--- Milliseconds of a drafted token if one draft follows the other.
+local function time_drafts(self, k, warm, steps)
+  local counts, newest, start = {}, {}, nil
+  for i = 1, #self.seqs do counts[i], newest[i] = k, 1 end
+  for round = 1, warm + steps do
+    if round == warm + 1 then
+      self.model.device:sync()
+      start = now_s()
+    end
+    self.engine:draft(self.seqs, counts, newest)
+    for _, seq in ipairs(self.seqs) do seq:truncate(self.context) end
+  end
+  self.model.device:sync()
+  return 1e3 * (now_s() - start) / steps / k
+end
+
 local KEYS = { "model", "dtype", "cache", "prompts", "block_size", "steps", "seed" }
 
 local function run_shape(config)
@@ -341,6 +361,8 @@ local function run_shape(config)
   local ms, plain, count = time_rounds(sitting, k, WARM, config.steps, accepted),
     sitting.plain_ms, #sitting.seqs
   begin(sitting, attention)
+  local alone = time_drafts(sitting, k, WARM, config.steps)
+  begin(sitting, attention)
   local counted, stop = costs.count(attention)
   local shares = costs.of_answers(counted,
     time_rounds(sitting, k, 0, ROUNDS_COUNTED, accepted).tokens)
@@ -351,8 +373,8 @@ local function run_shape(config)
     tokens_step = ms.tokens / count / config.steps, same_share = 0 / 0,
     tokens_s = 1e3 * ms.tokens / ms.all, plain_tokens_s = 1e3 * count / plain,
     speedup = ms.tokens / ms.all / (count / plain), plain_ms = plain,
-    draft_ms = ms.draft / config.steps / k, check_ms = ms.check / config.steps }, shares),
-    share, k)
+    alone_ms = alone, draft_ms = ms.draft / config.steps / k,
+    check_ms = ms.check / config.steps }, shares), share, k)
 end
 
 local function check(config)
@@ -438,7 +460,8 @@ kv.experiment.run {
   proportions = { "accepted_share", "first_share", "same_share", "held_share" },
   metrics = { "speedup", "closed_form", "of_closed", "accepted_share", "first_share",
               "tokens_step", "tokens_s", "plain_tokens_s", "draft_ms", "check_ms",
-              "plain_ms", "same_share", "bytes_share", "held_share", "moved_share" },
+              "alone_ms", "plain_ms", "same_share", "bytes_share", "held_share",
+              "moved_share" },
   check = check,
   run = run,
   table = tables,
