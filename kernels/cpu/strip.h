@@ -4,7 +4,7 @@
 #ifndef KVL_CPU_STRIP_H
 #define KVL_CPU_STRIP_H
 
-#include "cpu/vec.h"
+#include "cpu/lanes.h"
 #include "page.h"
 
 /* Runs `call` with `D` bound to a codec as a constant: KVL_BY_CODEC for every codec that KV
@@ -122,13 +122,14 @@ static inline KVL_HOT void unpack_row(const struct kvl_strips *of, const char *r
 
 /* The scale of a group of numbers: their largest magnitude divided by `most`, or NaN if one of
  * them is NaN or infinite. */
-static inline float group_scale(const float *x, int n, float most) {
-  float largest = 0, other = 0;
-  for (int i = 0; i < n; i++) {
-    largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
-    other += x[i] * 0;
+static inline KVL_HOT float group_scale(const float *x, int n, float most) {
+  vf largest = {0}, other = {0};
+  for (int d = 0; d < n; d += VF) {
+    const vf v = vf_load_n(x + d, vf_left(d, n), KVL_DTYPE_F32);
+    largest = vf_max(largest, vf_abs(v));
+    other += v * 0.0f;
   }
-  return other == 0 ? largest / most : NAN;
+  return vf_sum(other) == 0 ? vf_hmax(largest) / most : NAN;
 }
 
 /* Packs a row of f32. For int8, a group's scale is its largest magnitude / 127 in bf16,
@@ -136,8 +137,8 @@ static inline float group_scale(const float *x, int n, float most) {
  * number. For f8_latent, the scale is the largest magnitude / 448 in f32, and x is stored
  * as x * (1 / scale) in f8e4m3. A group with NaN or infinity is NaN as a whole; a group
  * whose scale is below 2^-126 is stored as zeros. */
-static inline void pack_row(const struct kvl_strips *of, const float *x, int codec, char *row,
-                            char *scales) {
+static inline KVL_HOT void pack_row(const struct kvl_strips *of, const float *x, int codec,
+                                    char *row, char *scales) {
   const int group = kvl__group(codec), scaled = scaled_numbers(of, codec);
   const int is_whole = kvl__is_whole(codec);
   for (int d = 0; d < scaled;) {
@@ -150,11 +151,13 @@ static inline void pack_row(const struct kvl_strips *of, const float *x, int cod
       memcpy(row + kvl__scale_in_row(of, begin), &scale, 4);
     }
     const float by = scale >= 0x1p-126f ? 1 / scale : 0;
-    for (; d < end; d++) {
-      const float y = by > 0 ? x[d] * by : 0;
-      if (is_whole) row[d] = (int8_t)rintf(y);
-      else f32_store(row, d, y, KVL_DTYPE_F8E4M3);
+    for (; d < end; d += VF) {
+      const int left = vf_left(d, end);
+      const vf v = vf_load_n(x + d, left, KVL_DTYPE_F32), y = by > 0 ? v * by : (vf){0};
+      /* 1.5 * 2^23 has no bits below 1: adding it rounds y */
+      vi_store_bytes(row + d, is_whole ? (vi)(y + 0x1.8p23f) : vf_to_f8(y), left);
     }
+    d = end;
   }
   for (int d = scaled; d < of->dim; d++)
     f32_store(row + kvl__rest_in_row(of, d), 0, x[d], KVL_DTYPE_BF16);

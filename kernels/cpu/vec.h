@@ -163,13 +163,16 @@ static inline KVL_HOT __m256i vf_to_bf16(vf x) {
   r = _mm512_mask_or_epi32(r, nan, i, _mm512_set1_epi32(0x400000));
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
 }
+/* Stores the lowest byte of the first n lanes, 0 <= n <= VF. */
+static inline KVL_HOT void vi_store_bytes(void *p, vi x, int n) {
+  _mm_mask_storeu_epi8(p, (__mmask16)((1u << n) - 1), _mm512_cvtepi32_epi8((__m512i)x));
+}
 static inline KVL_HOT void vf_store_n(void *p, vf x, int n, const int dtype) {
   __mmask16 m = (__mmask16)((1u << n) - 1);
   if (dtype == KVL_DTYPE_F32) _mm512_mask_storeu_ps(p, m, (__m512)x);
   else if (dtype == KVL_DTYPE_F16)
     _mm256_mask_storeu_epi16(p, m, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
-  else if (dtype == KVL_DTYPE_F8E4M3)
-    _mm_mask_storeu_epi8(p, m, _mm512_cvtepi32_epi8((__m512i)vf_to_f8(x)));
+  else if (dtype == KVL_DTYPE_F8E4M3) vi_store_bytes(p, vf_to_f8(x), n);
   else _mm256_mask_storeu_epi16(p, m, vf_to_bf16(x));
 }
 #else
@@ -188,6 +191,17 @@ static inline KVL_HOT float vf_hmax(vf a) {
 }
 #if defined(KVL_ISA_AVX2)
 static inline KVL_HOT vf vf_from_f16(__m128i h) { return (vf)_mm256_cvtph_ps(h); }
+/* The lanes, each of which is 0 ... 65535, in 16 bits. */
+static inline KVL_HOT __m128i vi_to_16(vi x) {
+  __m256i twice = _mm256_packus_epi32((__m256i)x, (__m256i)x);
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(twice, 0x08));
+}
+static inline KVL_HOT __m128i vf_to_bf16(vf x) {
+  vi i = (vi)x, nan = (vi)(x != x);
+  vi r = i + 0x7FFF + ((i >> 16) & 1);
+  r = (nan & (i | 0x400000)) | (~nan & r);
+  return vi_to_16((r >> 16) & 0xFFFF);
+}
 #else
 /* The lanes of x are bytes. Subnormals are multiples of 2^-9 and are converted as whole
  * numbers, because multiplying f32's own subnormals would be slow. */
@@ -221,23 +235,33 @@ static inline KVL_HOT vf vf_load_full(const void *p, const int dtype) {
               f32_load(p, 3, dtype)};
 #endif
 }
+/* Stores the lowest byte of the first n lanes, 0 <= n <= VF. */
+static inline KVL_HOT void vi_store_bytes(void *p, vi x, int n) {
+#if defined(KVL_ISA_AVX2)
+  if (n == VF) {
+    __m128i pairs = vi_to_16(x & 0xFF);
+    _mm_storel_epi64(p, _mm_packus_epi16(pairs, pairs));
+    return;
+  }
+#endif
+  for (int i = 0; i < n; i++) ((uint8_t *)p)[i] = (uint8_t)x[i];
+}
 static inline KVL_HOT void vf_store_full(void *p, vf x, const int dtype) {
   if (dtype == KVL_DTYPE_F32) {
     memcpy(p, &x, sizeof x);
     return;
   }
-#if defined(KVL_ISA_AVX2)
-  if (dtype == KVL_DTYPE_F16) {
-    _mm_storeu_si128(p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
-    return;
-  }
-#endif
   if (dtype == KVL_DTYPE_F8E4M3) {
-    vi bytes = vf_to_f8(x);
-    for (int i = 0; i < VF; i++) ((uint8_t *)p)[i] = (uint8_t)bytes[i];
+    vi_store_bytes(p, vf_to_f8(x), VF);
     return;
   }
+#if defined(KVL_ISA_AVX2)
+  _mm_storeu_si128(p, dtype == KVL_DTYPE_F16
+                          ? _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT)
+                          : vf_to_bf16(x));
+#else
   for (int i = 0; i < VF; i++) f32_store(p, i, x[i], dtype);
+#endif
 }
 /* Fewer than VF. Not inlined: every loop ends with one of these, and inlined they would
  * take more time to compile than the loops. */
@@ -312,6 +336,27 @@ static inline KVL_HOT vf vf_sum_lanes(vf *x) {
   KVL_FOLD(x, 2);
   KVL_FOLD(x, 1);
   return x[0];
+}
+
+/* Lane j of x[i] becomes lane i of x[j]: each step exchanges the upper half of the segments of one
+ * vector with the lower half of another's. */
+#define KVL_LOWER(i, n) ((i) % (2 * (n)) < (n) ? (i) : VF + (i) - (n))
+#define KVL_UPPER(i, n) ((i) % (2 * (n)) < (n) ? (i) + (n) : VF + (i))
+#define KVL_EXCHANGE(x, n)                                                \
+  _Pragma("GCC unroll 16") for (int i = 0; i < VF; i++) if (!(i & (n))) { \
+    const vf low = x[i], high = x[i + (n)];                               \
+    x[i] = __builtin_shuffle(low, high, KVL_LANES(KVL_LOWER, n));         \
+    x[i + (n)] = __builtin_shuffle(low, high, KVL_LANES(KVL_UPPER, n));   \
+  }
+static inline KVL_HOT void vf_transpose(vf *x) {
+#if defined(KVL_ISA_AVX512)
+  KVL_EXCHANGE(x, 8)
+#endif
+#if defined(KVL_ISA_AVX512) || defined(KVL_ISA_AVX2)
+  KVL_EXCHANGE(x, 4)
+#endif
+  KVL_EXCHANGE(x, 2)
+  KVL_EXCHANGE(x, 1)
 }
 
 /* e^x: 2^n * p(r), relative error below 2e-7; 0 below -87.3, inf above 88.8; NaN stays. */

@@ -38,7 +38,8 @@ static inline KVL_HOT void convert_row(const void *from, void *to, int dim, floa
   for (int d = 0; d < dim; d += VF) {
     int lanes = vf_left(d, dim);
     vf x = vf_load_n(at_const(from, d, dtype), lanes, dtype);
-    vf_store_n(at(to, d, to_dtype), x / scale, lanes, to_dtype);
+    if (scale != 1) x = x / scale;
+    vf_store_n(at(to, d, to_dtype), x, lanes, to_dtype);
   }
 }
 

@@ -16,17 +16,25 @@
 enum { PANEL = PRODUCT_LANES };
 _Static_assert(TASK_ROWS % PANEL == 0, "panels tile a task");
 
-/* Handles the scores of one row at a time: the hook changes them, or they are stored. */
+/* Transposes VF x VF numbers; rows are so far apart. */
+static inline KVL_HOT void turn(const float *from, int from_row, float *to, int to_row) {
+  vf x[VF];
+  for (int i = 0; i < VF; i++) x[i] = vf_load(from, i * from_row, KVL_DTYPE_F32);
+  vf_transpose(x);
+  for (int i = 0; i < VF; i++) vf_store(to, i * to_row, x[i], KVL_DTYPE_F32);
+}
+
+/* Has the hook change the scores of VF rows, one row at a time. What lies behind key n is moved
+ * with them, and does not change. */
 static void hook_lanes(const struct task *t, const struct key_tile *tile, int n, int row0,
                        float *s) {
   int32_t indices[TILE_KEYS];
-  float row[TILE_KEYS] __attribute__((aligned(64)));
+  float rows[VF * TILE_KEYS] __attribute__((aligned(64)));
   for (int k = 0; k < TILE_KEYS; k++) indices[k] = tile->index[k < n ? k : n - 1];
-  for (int i = 0; i < VF && row0 + i < t->rows; i++) {
-    for (int k = 0; k < n; k++) row[k] = s[k * PANEL + i];
-    hook_row(t, row0 + i, indices, n, row);
-    for (int k = 0; k < n; k++) s[k * PANEL + i] = row[k];
-  }
+  for (int k = 0; k < n; k += VF) turn(s + k * PANEL, PANEL, rows + k, TILE_KEYS);
+  for (int i = 0; i < VF && row0 + i < t->rows; i++)
+    hook_row(t, row0 + i, indices, n, rows + i * TILE_KEYS);
+  for (int k = 0; k < n; k += VF) turn(rows + k, TILE_KEYS, s + k * PANEL, PANEL);
 }
 static void keep_lanes(const struct task *t, const struct key_tile *tile, int n, int row0,
                        const float *s) {
@@ -101,10 +109,11 @@ struct many_scratch {
   float keep[PANEL] __attribute__((aligned(64)));
 };
 
+/* n: of rows that are padded, so a multiple of VF. */
 static int all_finite(const float *x, int n) {
-  float zero = 0;
-  for (int i = 0; i < n; i++) zero += x[i] * 0;
-  return zero == 0;
+  vf zero[4] = {{0}}; /* chains: an addition takes several cycles */
+  for (int i = 0; i < n; i += VF) zero[i / VF % 4] += vf_load(x, i, KVL_DTYPE_F32) * 0.0f;
+  return vf_sum(zero[0] + zero[1] + (zero[2] + zero[3])) == 0;
 }
 
 /* Adds the values of a tile to a panel's sums, without keys of weight 0: V of a hidden key

@@ -13,12 +13,10 @@ namespace kvl {
 
 /* May units 8 i ... 8 i + 7 be stored together? */
 inline bool stores_wide(const kvl_linear_args &g) {
-  bool wide = aligned16(g.bias) && aligned16(g.out);
-  for (int i = 0; i < g.parts; i++)
-    wide = wide &&
-           (g.parts == 1 ? g.n : g.columns[i]) % (g.form == KVL_LINEAR_SWIGLU ? 16 : 8) ==
-               0 &&
-           (g.parts == 1 || aligned16(g.outs[i]));
+  const int64_t units = g.form == KVL_LINEAR_SWIGLU ? g.n / 2 : g.n;
+  bool wide = units % 8 == 0 && aligned16(g.bias, g.out);
+  for (int i = 0; g.parts > 1 && i < g.parts; i++)
+    wide = wide && g.columns[i] % 8 == 0 && aligned16(g.outs[i]);
   return wide;
 }
 
@@ -33,11 +31,8 @@ struct linear_before {
   }
   template <class T>
   __device__ __forceinline__ void floats(const kvl_linear_args &g, float (&x)[8]) const {
-    if (g.out_dtype == KVL_DTYPE_F32) {
-      load_floats((const float *)at, x);
-    } else {
-      load_floats((const T *)at, x);
-    }
+    if (g.out_dtype == KVL_DTYPE_F32) load_floats((const float *)at, x);
+    else load_floats((const T *)at, x);
   }
 };
 

@@ -36,13 +36,12 @@ namespace kvl {
 
 struct linear_wgmma_plan {
   enum {
-    ROWS =
-        32, /* of x, at most: with more, the L2 would bring more bytes of x than of weights */
-    HEIGHT = 64,          /* of a product */
-    K = 64,               /* numbers of a row that are 128 bytes, the width of the swizzle */
-    UNDER_WAY = 48 << 10, /* the most bytes of weights in flight: with more,
+    ROWS = 32,   /* of x, at most: then the L2 brings as many bytes of x as of weights */
+    HEIGHT = 64, /* of a product */
+    K = 64,      /* numbers of a row that are 128 bytes, the width of the swizzle */
+    UNDER_WAY = 48 << 10,           /* the most bytes of weights in flight: with more,
                                      * memory delivers less */
-    PLACES = 16,          /* stages in the ring, at most */
+    PLACES = 16,                    /* stages in the ring, at most */
     THREADS = WARPGROUP + 2 * WARP, /* and NORM_WARPS if there is a norm */
     NORM_ROWS = 16,                 /* of x, at most, if there is a norm */
     NORM_WARPS = 4,                 /* the ring's places are then a multiple of it */
