@@ -16,8 +16,8 @@
 /* A tile has enough keys to pay for the rescaling of the softmax, and so few that their K and
  * V stay in the first-level cache at head_dim 64. A task has enough rows to pay for
  * converting K and V once per task, and so few that Q and the sums stay in the second-level
- * cache. */
-enum { TILE_KEYS = 64, TASK_ROWS = 128, FEW_ROWS = 8 };
+ * cache. With AVX-512 a panel of attend_many has 64 rows, too many for 16 of them. */
+enum { TILE_KEYS = 64, TASK_ROWS = 128, FEW_ROWS = VF == 16 ? 16 : 8 };
 
 struct task {
   const struct kvl_paged_attention_args *args;
