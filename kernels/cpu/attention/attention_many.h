@@ -112,7 +112,11 @@ struct many_scratch {
 /* n: of rows that are padded, so a multiple of VF. */
 static int all_finite(const float *x, int n) {
   vf zero[4] = {{0}}; /* chains: an addition takes several cycles */
-  for (int i = 0; i < n; i += VF) zero[i / VF % 4] += vf_load(x, i, KVL_DTYPE_F32) * 0.0f;
+  int i = 0;
+  for (; i + 4 * VF <= n; i += 4 * VF)
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) zero[j] += vf_load(x, i + j * VF, KVL_DTYPE_F32) * 0.0f;
+  for (; i < n; i += VF) zero[0] += vf_load(x, i, KVL_DTYPE_F32) * 0.0f;
   return vf_sum(zero[0] + zero[1] + (zero[2] + zero[3])) == 0;
 }
 
