@@ -197,9 +197,9 @@ static inline KVL_HOT __m128i vi_to_16(vi x) {
   return _mm256_castsi256_si128(_mm256_permute4x64_epi64(twice, 0x08));
 }
 static inline KVL_HOT __m128i vf_to_bf16(vf x) {
-  vi i = (vi)x, nan = (vi)(x != x);
-  vi r = i + 0x7FFF + ((i >> 16) & 1);
-  r = (nan & (i | 0x400000)) | (~nan & r);
+  const vi i = (vi)x, nan = (vi)(x != x), half = 0x7FFF + ((i >> 16) & 1);
+  const vi rounded = (vi)_mm256_add_epi32((__m256i)i, (__m256i)half); /* NaN may overflow */
+  const vi r = (nan & (i | 0x400000)) | (~nan & rounded);
   return vi_to_16((r >> 16) & 0xFFFF);
 }
 #else
@@ -338,8 +338,8 @@ static inline KVL_HOT vf vf_sum_lanes(vf *x) {
   return x[0];
 }
 
-/* Lane j of x[i] becomes lane i of x[j]: each step exchanges the upper half of the segments of one
- * vector with the lower half of another's. */
+/* Lane j of x[i] becomes lane i of x[j]: each step exchanges the upper half of a vector's
+ * segments with the lower half of another's. */
 #define KVL_LOWER(i, n) ((i) % (2 * (n)) < (n) ? (i) : VF + (i) - (n))
 #define KVL_UPPER(i, n) ((i) % (2 * (n)) < (n) ? (i) + (n) : VF + (i))
 #define KVL_EXCHANGE(x, n)                                                \

@@ -16,7 +16,7 @@
 enum { PANEL = PRODUCT_LANES };
 _Static_assert(TASK_ROWS % PANEL == 0, "panels tile a task");
 
-/* Transposes VF x VF numbers; rows are so far apart. */
+/* Transposes VF x VF numbers. from_row, to_row: the distance of rows. */
 static inline KVL_HOT void turn(const float *from, int from_row, float *to, int to_row) {
   vf x[VF];
   for (int i = 0; i < VF; i++) x[i] = vf_load(from, i * from_row, KVL_DTYPE_F32);
