@@ -7,25 +7,33 @@
 #include "args/linear.h"
 #include "ops/op_args.h"
 
-int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tensor *weight,
-                double eps, const kvl_tensor *out) {
-  struct kvl__call c = {.op = "rmsnorm"};
-  kvl__arg(&c, "x", x, KVL__FLOAT, "rows dim");
-  kvl__arg(&c, "residual?", residual, kvl__like(x), "rows dim");
-  kvl__arg(&c, "weight", weight, kvl__like(x) | KVL__F32, "dim");
-  kvl__arg(&c, "out", out, kvl__like(x), "rows dim");
-  if (!(eps >= 0)) kvl__call_fail(&c, "eps is %g, expected >= 0", eps);
-  if (c.status < 0) return c.status;
+/* The end of a norm whose inputs were checked. bias: of a LayerNorm. */
+static int norm(struct kvl__call *c, const kvl_tensor *x, const kvl_tensor *residual,
+                const kvl_tensor *weight, const kvl_tensor *bias, double eps,
+                const kvl_tensor *out) {
+  kvl__arg(c, "out", out, kvl__like(x), "rows dim");
+  if (!(eps >= 0)) kvl__call_fail(c, "eps is %g, expected >= 0", eps);
+  if (c->status < 0) return c->status;
   struct kvl_rmsnorm_args args = {.x = x->ptr,
                                   .residual = residual ? residual->ptr : NULL,
                                   .weight = weight->ptr,
+                                  .bias = bias ? bias->ptr : NULL,
                                   .out = out->ptr,
                                   .rows = x->shape[0],
                                   .dim = x->shape[1],
                                   .eps = (float)eps,
                                   .dtype = x->dtype,
                                   .weight_dtype = weight->dtype};
-  return KVL__LAUNCH(&c, rmsnorm, args);
+  return KVL__LAUNCH(c, rmsnorm, args);
+}
+
+int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tensor *weight,
+                double eps, const kvl_tensor *out) {
+  struct kvl__call c = {.op = "rmsnorm"};
+  kvl__arg(&c, "x", x, KVL__FLOAT, "rows dim");
+  kvl__arg(&c, "residual?", residual, kvl__like(x), "rows dim");
+  kvl__arg(&c, "weight", weight, kvl__like(x) | KVL__F32, "dim");
+  return norm(&c, x, residual, weight, NULL, eps, out);
 }
 
 int kvl_layernorm(const kvl_tensor *x, const kvl_tensor *weight, const kvl_tensor *bias,
@@ -34,19 +42,7 @@ int kvl_layernorm(const kvl_tensor *x, const kvl_tensor *weight, const kvl_tenso
   kvl__arg(&c, "x", x, KVL__FLOAT, "rows dim");
   kvl__arg(&c, "weight", weight, kvl__like(x) | KVL__F32, "dim");
   kvl__arg(&c, "bias", bias, kvl__like(weight), "dim");
-  kvl__arg(&c, "out", out, kvl__like(x), "rows dim");
-  if (!(eps >= 0)) kvl__call_fail(&c, "eps is %g, expected >= 0", eps);
-  if (c.status < 0) return c.status;
-  struct kvl_rmsnorm_args args = {.x = x->ptr,
-                                  .weight = weight->ptr,
-                                  .bias = bias->ptr,
-                                  .out = out->ptr,
-                                  .rows = x->shape[0],
-                                  .dim = x->shape[1],
-                                  .eps = (float)eps,
-                                  .dtype = x->dtype,
-                                  .weight_dtype = weight->dtype};
-  return KVL__LAUNCH(&c, rmsnorm, args);
+  return norm(&c, x, NULL, weight, bias, eps, out);
 }
 
 /* Whether two tensors share memory. */
