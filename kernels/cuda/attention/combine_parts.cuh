@@ -9,17 +9,23 @@ namespace kvl {
 
 constexpr int COMBINE_WARPS = 8, COMBINE_AT_ONCE = 5;
 
-/* How the lanes of a warp share the partial results of a row: the warp takes 4 * dim_lanes
- * dims and reads 32 / dim_lanes results side by side, up to five in flight per lane. */
-inline int combine_dim_lanes(int64_t parts) {
+/* How the lanes of a team of warps share the partial results of a row: they take 4 *
+ * dim_lanes dims and read 32 / dim_lanes results side by side in each warp, up to five in
+ * flight per lane. A team is one warp or, for many results, all warps of a block: one warp
+ * would have to read them in short pieces. */
+inline int combine_dim_lanes(int64_t parts, int team = 1) {
   int dim_lanes = WARP;
-  while (dim_lanes > 1 && WARP / dim_lanes * COMBINE_AT_ONCE < parts) dim_lanes /= 2;
+  while (dim_lanes > 1 && team * (WARP / dim_lanes) * COMBINE_AT_ONCE < parts) dim_lanes /= 2;
   return dim_lanes;
 }
+inline int combine_team(int64_t parts) {
+  return combine_dim_lanes(parts) < 4 ? COMBINE_WARPS : 1;
+}
 struct combine_lanes {
-  int dim_lanes, side, mine;
-  __device__ explicit combine_lanes(int n)
-      : dim_lanes(n), side(WARP / n), mine(threadIdx.x % WARP / n) {}
+  int dim_lanes, side, mine; /* side: results side by side; mine: this lane's, from 0 */
+  __device__ explicit combine_lanes(int n, int team = 1)
+      : dim_lanes(n), side(team * (WARP / n)),
+        mine((team > 1 ? threadIdx.x : threadIdx.x % WARP) / n) {}
   /* The first of this lane's four dims in piece number `piece` of a row. */
   __device__ int dim(int piece) const {
     return (piece * dim_lanes + threadIdx.x % WARP % dim_lanes) * 4;
@@ -73,6 +79,31 @@ __device__ __forceinline__ void join_parts(const combine_lanes &l, const float *
     sum += __shfl_xor_sync(ALL_LANES, sum, step);
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] += __shfl_xor_sync(ALL_LANES, x[e], step);
+  }
+}
+
+/* What the warps of a team have found out about four dims of a row each. */
+struct alignas(16) combine_room {
+  float m[COMBINE_WARPS][WARP], sum[COMBINE_WARPS][WARP], x[COMBINE_WARPS][WARP][4];
+};
+/* Joins the results of the block's warps, which join_parts has returned; the first warp's
+ * lanes get them. Lanes with the same dims have the same. */
+__device__ __forceinline__ void join_team(combine_room &room, float (&x)[4], float &m,
+                                          float &sum) {
+  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  room.m[warp][lane] = m, room.sum[warp][lane] = sum;
+  store_floats(room.x[warp][lane], x);
+  __syncthreads();
+  if (warp > 0) return;
+  for (int i = 1; i < COMBINE_WARPS; i++) m = fmaxf(m, room.m[i][lane]);
+  sum = x[0] = x[1] = x[2] = x[3] = 0.f;
+  for (int i = 0; i < COMBINE_WARPS; i++) {
+    const float weight = exp2_fast(room.m[i][lane] - finite_shift(m));
+    float y[4];
+    load_floats(room.x[i][lane], y);
+    sum += weight * room.sum[i][lane];
+#pragma unroll
+    for (int e = 0; e < 4; e++) x[e] += weight * y[e];
   }
 }
 

@@ -177,9 +177,9 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, bool hooked, int device, in
     const size_t parts = (size_t)2 * plan.shares * plan.side * plan.rows;
     plan.out = (float *)at;
     plan.lse = plan.out + parts * shape::D;
-    plan.firsts = (uint32_t *)(plan.lse + parts);
+    plan.cuts = (wgmma_cut *)(plan.lse + parts);
     return notes + parts * (shape::D + 1) * sizeof(float) +
-           (plan.entries + 1) * sizeof(uint32_t);
+           (size_t)plan.entries * plan.lanes * sizeof(wgmma_cut);
   }
   /* Takes as many KV heads at once as half of the L2 holds, if these are enough work. */
   const int64_t bytes = room * 2 * a.cache.key.bytes_row;

@@ -125,6 +125,11 @@ struct wgmma_maps {
   CUtensorMap rows, last;
 };
 
+/* In which shares an item of divided work lies: the first, and how many. */
+struct wgmma_cut {
+  uint16_t share, count;
+};
+
 /* What the host works out. */
 struct wgmma_plan {
   int box;    /* how many groups of eight keys one copy brings; 0: a copy brings 16 bytes */
@@ -143,18 +148,15 @@ struct wgmma_plan {
    * rows each: first for the shares in which an item continues, then for those in which it
    * begins. */
   int side, shares, least, rows;
-  float *out;       /* [2 * shares, side, rows, value dim] */
-  float *lse;       /* [2 * shares, side, rows], in base 2 */
-  uint32_t *firsts; /* [entries + 1]: the tiles before each entry, and all of them, or
-                     * ALL_WHOLE if no item is cut */
+  float *out;      /* [2 * shares, side, rows, value dim] */
+  float *lse;      /* [2 * shares, side, rows], in base 2 */
+  wgmma_cut *cuts; /* [entries, lanes], of items with tokens */
   __host__ __device__ int groups() const { return lanes / side; }
   /* The index of a partial result; starts: the item begins in the share. */
   __device__ int part(int share, int beside, bool starts) const {
     return (starts ? shares + share : share) * side + beside;
   }
 };
-
-constexpr uint32_t ALL_WHOLE = 0;
 
 /* Share c of n begins at tile total * c / n. (If only the first shares had one tile more,
  * tiles of tokens of one sequence would not read the same keys at the same time.) */
@@ -387,8 +389,6 @@ __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &
   int there = 0, longest = 0, shortest = INT_MAX; /* entries with tokens; tiles of an item */
   for (int e = 0; e < plan.entries; e += WARP) {
     look(e);
-    if (blockIdx.x == 0 && e + lane < plan.entries)
-      plan.firsts[e + lane] = total + upto - mine;
     total += __shfl_sync(ALL_LANES, upto, WARP - 1);
     there += __popc(__ballot_sync(ALL_LANES, w.tokens > 0));
     longest = __reduce_max_sync(ALL_LANES, w.tokens > 0 ? w.tiles : longest);
@@ -398,8 +398,6 @@ __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &
   whole_items whole;
   if (!shape::LATENTS && total > 0)
     whole = whole_items(a, plan, there, longest, shortest, total, shares);
-  if (blockIdx.x == 0 && lane == 0)
-    plan.firsts[plan.entries] = whole.rounds > 0 ? ALL_WHOLE : total;
   if (total == 0 || (share >= shares && whole.rounds == 0)) return;
   uint32_t at = share_begin(total, share, shares), before = 0;
   const uint32_t end = share_begin(total, share + 1, shares);
@@ -409,31 +407,42 @@ __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &
     const uint32_t here = before + __shfl_sync(ALL_LANES, upto, WARP - 1);
     for (int round = 0;; round++) {
       wgmma_work piece;
+      int from, to_lane;  /* its item: the entry's lane of this warp, and the item's lane */
+      bool begins = true; /* the item begins here */
+      uint32_t last = 0;  /* tile of the item, if it is cut */
       if (whole.rounds > 0) {
         if (round == whole.rounds) break;
         const int back = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
         const int item = round * (int)gridDim.x + back, nth_back = item / plan.lanes;
         const int nth = whole.there - 1 - nth_back - entries; /* of those in `have` */
         if (item >= whole.items || nth < 0 || nth >= __popc(have)) continue;
-        unsigned from = have;
-        for (int i = 0; i < nth; i++) from &= from - 1;
-        piece = w.of_lane(__ffs(from) - 1);
-        piece.set_lane(a, plan, item - nth_back * plan.lanes, shape::ROWS);
+        unsigned rest = have;
+        for (int i = 0; i < nth; i++) rest &= rest - 1;
+        from = __ffs(rest) - 1;
+        to_lane = item - nth_back * plan.lanes;
+        piece = w.of_lane(from);
       } else {
         if (at >= end || at >= here) break;
-        const int from = __ffs(__ballot_sync(ALL_LANES, before + upto > at)) - 1;
+        from = __ffs(__ballot_sync(ALL_LANES, before + upto > at)) - 1;
         piece = w.of_lane(from);
         const uint32_t first = before + __shfl_sync(ALL_LANES, upto - mine, from);
         const int group = (at - first) / piece.tiles;
         const int begin = (at - first) - group * piece.tiles;
         const int count = min(piece.tiles - begin, (int)(end - at));
-        piece.set_lane(a, plan, group * plan.side + beside, shape::ROWS);
+        to_lane = group * plan.side + beside;
         if (count < piece.tiles) piece.part = plan.part(share, beside, begin == 0);
+        if (count < piece.tiles) last = at - begin + piece.tiles - 1;
         piece.first_key += begin * shape::KEYS;
         piece.tiles = count;
         at += count;
+        begins = begin == 0;
       }
+      piece.set_lane(a, plan, to_lane, shape::ROWS);
       give(piece);
+      if (begins && lane == 0)
+        plan.cuts[(e + from) * plan.lanes + to_lane] = {
+            (uint16_t)share,
+            (uint16_t)(last ? share_of(total, last, shares) - share + 1 : 1)};
     }
     before = here;
     entries += __popc(have);
