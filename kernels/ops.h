@@ -19,6 +19,7 @@
   X(topk)              \
   X(matmul)            \
   X(linear)            \
+  X(head_matmul)       \
   X(route)             \
   X(experts)           \
   X(gather_rows)       \

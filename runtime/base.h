@@ -145,9 +145,10 @@ typedef enum kvl_linear_form {
  * one. If there are several groups of neighbouring experts, only those of the open_groups best
  * groups can be chosen; a group is as good as its best expert, or with a sigmoid as its two
  * best together. Weights are the scores of the chosen ones, divided by their sum if is_normed,
- * times `factor`. */
+ * times `factor`. `shared` experts, which have no logits and whose numbers follow those of all
+ * others, are then chosen by every row, with weight 1. */
 typedef struct kvl_router {
-  int32_t is_sigmoid, is_normed, groups, open_groups;
+  int32_t is_sigmoid, is_normed, groups, open_groups, shared;
   float factor;
 } kvl_router;
 

@@ -340,7 +340,9 @@ int kvl_scatter(const kvl_tensor *src, const kvl_tensor *index, int add,
  * first adds x to residual in place (residual += x) and then normalises that sum.
  *  x, out    f32 f16 bf16  [rows, dim]
  *  residual  like x        [rows, dim]   may be NULL
- *  weight    like x or f32 [dim] */
+ *  weight    like x or f32 [dim]. If it has fewer numbers, only the first numbers of a row
+ *            are normalised, and the others stay as they are: then out is x, and there is
+ *            no residual */
 int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tensor *weight,
                 double eps, const kvl_tensor *out);
 /* LayerNorm over the last dimension: out = (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight
@@ -350,6 +352,16 @@ int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tenso
  *  Source  Ba, Kiros and Hinton 2016 */
 int kvl_layernorm(const kvl_tensor *x, const kvl_tensor *weight, const kvl_tensor *bias,
                   double eps, const kvl_tensor *out);
+/* A matrix for each head: out[t][h] = x[t][h] @ weight[h], which takes the first k numbers of
+ * x[t][h]; the numbers behind them follow unchanged. With transpose_weight, x @ weight^T.
+ * Sums are accumulated in fp32. out shares no memory with x or weight.
+ *  x       f32 f16 bf16  [tokens, heads, k + rest]
+ *  weight  like x        [heads, k, n], or [heads, n, k]
+ *  out     like x        [tokens, heads, n + rest]
+ * Source: the absorbed form of latent attention, DeepSeek-AI 2024 (DeepSeek-V2,
+ * arXiv:2405.04434). */
+int kvl_head_matmul(const kvl_tensor *x, const kvl_tensor *weight, int transpose_weight,
+                    const kvl_tensor *out);
 /* A projection and what belongs to it in one op: y = h @ weight^T + bias, where h is x, or
  * rmsnorm(x) if there is a norm, rounded to x's dtype. Sums are accumulated in fp32. `form`
  * is a kvl_linear_form: out = y; out += y; or out[r][j] = silu(y[r][j]) * y[r][outputs + j],
@@ -378,8 +390,8 @@ int kvl_linear_parts(const kvl_tensor *x, const kvl_tensor *norm, double eps,
  * each other or with an input.
  *  logits   f32 f16 bf16  [rows, experts]   1 to 4096 experts
  *  bias     f32           [experts]         may be NULL
- *  chosen   i32           [rows, active]    1 <= active <= the experts of open groups
- *  weights  f32           [rows, active]
+ *  chosen   i32           [rows, active + shared]   1 <= active <= the experts of open groups
+ *  weights  f32           [rows, active + shared]
  * Source: DeepSeek-AI 2024 (DeepSeek-V3, arXiv:2412.19437). */
 int kvl_route(const kvl_tensor *logits, const kvl_tensor *bias, const kvl_router *router,
               const kvl_tensor *chosen, const kvl_tensor *weights);

@@ -5,15 +5,39 @@
 
 #include "base.h"
 
-/* Batch strides are in elements. With a stride of 0, all batches share a or b. adds: the product
- * is added to what out has; only kernels that call others set it. */
+/* Batch strides, and steps from one row of a or out to the next, are in elements. With a stride of
+ * 0, all batches share a or b. adds: the product is added to what out has; only kernels that call
+ * others set it. */
 struct kvl_matmul_args {
   const void *a, *b;
   void *out;
-  int64_t batch, m, n, k, a_stride, b_stride, out_stride;
+  int64_t batch, m, n, k, a_stride, b_stride, out_stride, a_row, out_row;
   void *workspace;
   int32_t transpose_b, adds, dtype, out_dtype;
 };
+
+/* A matrix for each head. Rows of x have k numbers for it, and rows of out n; the `rest` numbers
+ * behind them are copied. */
+struct kvl_head_matmul_args {
+  const void *x, *w;
+  void *out;
+  int64_t tokens, heads, k, n, rest;
+  void *workspace;
+  int32_t transpose_w, frozen, dtype; /* frozen: as of kvl_linear_args, of w */
+};
+
+/* The products alone, as a call of matmul whose batch are the heads. */
+static inline struct kvl_matmul_args kvl__head_products(
+    const struct kvl_head_matmul_args *g) {
+  struct kvl_matmul_args p;
+  p.a = g->x, p.b = g->w, p.out = g->out, p.workspace = g->workspace;
+  p.batch = g->heads, p.m = g->tokens, p.n = g->n, p.k = g->k;
+  p.a_stride = g->k + g->rest, p.out_stride = g->n + g->rest, p.b_stride = g->k * g->n;
+  p.a_row = g->heads * p.a_stride, p.out_row = g->heads * p.out_stride;
+  p.transpose_b = g->transpose_w, p.adds = 0;
+  p.dtype = p.out_dtype = g->dtype;
+  return p;
+}
 
 /* norm may be f32 beside 16-bit rows, and so may out. form is a kvl_linear_form; a plain one
  * may have several parts: outs[i] [rows, columns[i]] takes the next columns[i] of the result,
@@ -54,7 +78,7 @@ struct kvl_route_args {
   const float *bias; /* optional */
   int32_t *chosen;
   float *weights;
-  int64_t rows, experts, active;
+  int64_t rows, experts, active; /* active: without the router's shared ones */
   struct kvl_router router;
   int32_t dtype;
 };
@@ -75,7 +99,7 @@ struct kvl_rmsnorm_args {
   void *residual; /* optional, in place */
   const void *weight;
   void *out;
-  int64_t rows, dim;
+  int64_t rows, dim, row; /* row: elements from one row to the next, of x, residual and out */
   float eps;
   int32_t dtype, weight_dtype;
   const void *bias; /* of a LayerNorm, like weight: the mean of a row is subtracted first */

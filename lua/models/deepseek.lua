@@ -35,7 +35,7 @@ local objects = require "kvlab.memory.objects"
 local options = require "kvlab.options"
 local rope = require "models.rope"
 
-local C, check, linear = kv.C, kv.check, kv.ops.linear
+local linear = kv.ops.linear
 local parts, refuse, stack = llama.parts, fields.refuse, checkpoint.stack
 local M = {}
 
@@ -142,16 +142,20 @@ end
 
 -- ---- weights --------------------------------------------------------------------------
 
---- A matrix (or a bias) with its rows in another order: those that `order` lists, from 0.
--- The last `turned` of them are multiplied by `factor`. Frees `weight`.
-local function reorder(weight, order, turned, factor)
+--- A matrix (or a bias) of `heads` heads with its rows in another order: those that
+-- `order` lists, from 0. The last rows of each head, which are to be rotated, are
+-- multiplied by the config's factor. Frees `weight`.
+local function reorder(weight, order, heads, c)
   local n, device, dims = #order, weight.device, weight:dims()
   local out = weight:reshape { n, -1 }
     :gather_rows(kv.from(device, "i32", { n }, order))
   weight:free()
-  if factor ~= 1 then
-    local part = out:narrow(n - turned, turned)
-    part:mul(factor, part)
+  if c.turn_factor ~= 1 then
+    local each = n / heads
+    local factors = kv.full(device, "f32", { each }, 1)
+    factors:narrow(each - c.turned, c.turned):fill_(c.turn_factor)
+    local rows = out:reshape { heads, each, -1 }
+    rows:mul(factors:reshape { 1, each, 1 }:cast(out:type()), rows)
   end
   return out:reshape(dims)
 end
@@ -164,16 +168,16 @@ local function add_turned(order, first, c)
   end
 end
 
---- The rows of q: the parts of all heads that are not rotated, and then the rotated ones.
+--- The rows of q: of each head the part that is not rotated, and then the rotated one.
 local function load_q(read, c, at)
   local order, dim, name = {}, c.nope + c.turned, c.q_rank and "q_b_proj" or "q_proj"
   for head = 0, c.heads - 1 do
     for i = 0, c.nope - 1 do order[#order + 1] = head * dim + i end
+    add_turned(order, head * dim + c.nope, c)
   end
-  for head = 0, c.heads - 1 do add_turned(order, head * dim + c.nope, c) end
   local weight = read(("%s%s.weight"):format(at, name),
     { c.heads * dim, c.q_rank or c.hidden })
-  return reorder(weight, order, c.heads * c.turned, c.turn_factor)
+  return reorder(weight, order, c.heads, c)
 end
 
 --- Rows of the matrices that read x, or of their biases: of q's latent, if there is one,
@@ -186,7 +190,7 @@ local function load_latents(read, c, at, what, columns)
   local function get(name, shape)
     local weight = read(name, shape)
     return name:find("kv_a_proj", 1, true)
-      and reorder(weight, order, c.turned, c.turn_factor) or weight
+      and reorder(weight, order, 1, c) or weight
   end
   local index = c.index
   local names, rows = { at .. "kv_a_proj_with_mqa." .. what }, { c.head_dim }
@@ -318,37 +322,11 @@ function Model:buffers()
   local sizes = experts.buffers(c)
   sizes.x, sizes.h, sizes.gated = c.hidden, c.hidden, c.inner
   sizes.latents = (c.q_rank or 0) + c.head_dim
-  sizes.k, sizes.q = c.head_dim, c.heads * math.max(c.head_dim, c.nope + c.turned)
-  sizes.q_parts = c.heads * (c.nope + c.turned)
-  if c.index then sizes.index_q = c.index.heads * c.index.dim end
-  sizes.attended = c.heads * c.value_dim
   -- by head: q before and after W_UK, and what is attended before and after W_UV
-  sizes.heads_in = c.heads * math.max(c.nope, c.value_dim)
-  sizes.heads_out = c.heads * math.max(c.value_dim, c.v_dim)
-  sizes.rows_out = sizes.heads_out
+  sizes.q, sizes.absorbed = c.heads * (c.nope + c.turned), c.heads * c.head_dim
+  sizes.attended, sizes.values = c.heads * c.value_dim, c.heads * c.v_dim
+  if c.index then sizes.index_q = c.index.heads * c.index.dim end
   return sizes
-end
-
---- The first numbers of a buffer as a tensor of this shape.
-local function first_of(buffer, ...)
-  local count = 1
-  for i = 1, select("#", ...) do count = count * select(i, ...) end
-  return buffer:reshape { -1 }:narrow(0, count):reshape { ... }
-end
-
---- Views for the product of x [n, heads, from] and one matrix for each head, which is
--- [n, heads, to]. The product needs the heads as the first dim; with one token, both
--- orders have the same layout.
-local function by_heads(c, buffers, n, x, from, to)
-  local s = { x = x, is_one = n == 1 }
-  s.product = first_of(buffers.heads_out, c.heads, n, to)
-  if n == 1 then
-    s.heads, s.out = x:reshape { c.heads, 1, from }, s.product:reshape { 1, c.heads, to }
-  else
-    s.heads = first_of(buffers.heads_in, c.heads, n, from)
-    s.out = first_of(buffers.rows_out, n, c.heads, to)
-  end
-  return s
 end
 
 --- Views and tensors of the indexer. Its keys are normed, and its weights used, in f32.
@@ -356,7 +334,7 @@ local function index_views(c, device, buffers, n, latents)
   local index, all = c.index, { unpack(latents) }
   local keys = kv.tensor(device, "f32", { n, index.dim })
   local weights = kv.tensor(device, "f32", { n, index.heads })
-  local q = first_of(buffers.index_q, n, index.heads * index.dim)
+  local q = buffers.index_q:narrow(0, n)
   all[#all + 1], all[#all + 2] = keys, weights
   return { latents = all, keys = keys, weights = weights, q = q,
            given = { q = q:reshape { n, index.heads, index.dim }, k = keys,
@@ -366,42 +344,23 @@ end
 --- Activations of a step of n tokens.
 function Model:views(buffers, n)
   local c = self.config
-  local sizes = { c.value_dim, c.turned }
-  if c.q_rank then table.insert(sizes, 1, c.q_rank) end
+  local function by_head(name, dim)
+    return buffers[name]:narrow(0, n):reshape { n, c.heads, dim }
+  end
+  local sizes = c.q_rank and { c.q_rank, c.head_dim } or { c.head_dim }
   local s = {
     x = buffers.x:narrow(0, n), h = buffers.h:narrow(0, n),
-    gated = buffers.gated:narrow(0, n),
-    latents = parts.outputs(buffers.latents, n, sizes),
-    q_parts = parts.outputs(buffers.q_parts, n, { c.heads * c.nope, c.heads * c.turned }),
-    q = first_of(buffers.q, n, c.heads, c.head_dim),
-    attended = first_of(buffers.attended, n, c.heads, c.value_dim),
+    gated = buffers.gated:narrow(0, n), latents = parts.outputs(buffers.latents, n, sizes),
+    q_rows = buffers.q:narrow(0, n), q = by_head("q", c.nope + c.turned),
+    absorbed = by_head("absorbed", c.head_dim),
+    attended = by_head("attended", c.value_dim), values = by_head("values", c.v_dim),
+    values_rows = buffers.values:narrow(0, n),
     experts = experts.views(c, self.device, buffers, n),
   }
-  s.k_rows = buffers.k:narrow(0, n)
+  s.q_latent, s.k_rows = c.q_rank and s.latents[1], s.latents[#s.latents]
   s.k = s.k_rows:reshape { n, 1, c.head_dim }
-  s.latent, s.k_turned = s.latents[#s.latents - 1], s.latents[#s.latents]
-  s.q_latent = c.q_rank and s.latents[1]
-  s.q_turned = s.q_parts[2]:reshape { n, c.heads, c.turned }
-  s.q_plain = s.q_parts[1]:reshape { n, c.heads, c.nope }
-  s.absorbed = by_heads(c, buffers, n, s.q_plain, c.nope, c.value_dim)
-  s.values = by_heads(c, buffers, n, s.attended, c.value_dim, c.v_dim)
-  s.values_rows = s.values.out:reshape { n, c.heads * c.v_dim }
-  -- where a prefill expands latents
-  s.q_whole = first_of(buffers.q, n, c.heads, c.nope + c.turned)
-  s.values_out = s.values_rows:reshape { n, c.heads, c.v_dim }
   if c.index then s.index = index_views(c, self.device, buffers, n, s.latents) end
   return s
-end
-
---- s.out = s.x times each head's matrix.
-local function multiply(s, weight, is_transposed)
-  if not s.is_one then s.x:transpose(0, 1, s.heads) end
-  if is_transposed then
-    s.heads:matmul_t(weight, s.product)
-  else
-    s.heads:matmul(weight, s.product)
-  end
-  if not s.is_one then s.product:transpose(0, 1, s.out) end
 end
 
 --- The indexer's keys, queries and weights. x was multiplied for it with the latents'
@@ -422,26 +381,20 @@ local function attend(self, i, w, s, attention)
     local own = self.latents[i]
     linear(s.x, own.weight, s.latents, "plain", w.norm, c.eps, own.bias)
   end
-  kv.ops.rmsnorm(s.latent, w.kv_norm, LATENT_EPS, s.latent)
-  check(C.kvl_put_part(s.latent, 1, 0, s.k_rows))
-  check(C.kvl_put_part(s.k_turned, 1, c.value_dim, s.k_rows))
+  kv.ops.rmsnorm(s.k_rows, w.kv_norm, LATENT_EPS, s.k_rows) -- of the latent alone
   if c.q_rank then
-    linear(s.q_latent, w.q, s.q_parts, "plain", w.q_norm, LATENT_EPS)
+    linear(s.q_latent, w.q, s.q_rows, "plain", w.q_norm, LATENT_EPS)
   else
-    linear(s.x, w.q, s.q_parts, "plain", w.norm, c.eps)
+    linear(s.x, w.q, s.q_rows, "plain", w.norm, c.eps)
   end
   index = index and compute_index(self, w, s, index)
   if attention:expands(self.matrices[i]) then
-    check(C.kvl_put_part(s.q_plain, 2, 0, s.q_whole))
-    check(C.kvl_put_part(s.q_turned, 2, c.nope, s.q_whole))
-    attention:forward(i, s.q_whole, s.k, nil, s.values_out, index, self.matrices[i])
+    attention:forward(i, s.q, s.k, nil, s.values, index, self.matrices[i])
     return
   end
-  multiply(s.absorbed, w.uk)
-  check(C.kvl_put_part(s.absorbed.out, 2, 0, s.q))
-  check(C.kvl_put_part(s.q_turned, 2, c.value_dim, s.q))
-  attention:forward(i, s.q, s.k, nil, s.attended, index)
-  multiply(s.values, w.uv, true)
+  kv.ops.head_matmul(s.q, w.uk, s.absorbed)
+  attention:forward(i, s.absorbed, s.k, nil, s.attended, index)
+  kv.ops.head_matmul(s.attended, w.uv, s.values, true)
 end
 
 --- One layer, which adds to the residual s.x.
@@ -453,8 +406,8 @@ end
 
 arguments.functions(M, "deepseek", { load = { name = options.string },
                                      random = { given = options.table } })
-local BUFFERS = options.like("buffers of a step", "x", "h", "latents", "q_parts")
-local VIEWS = options.like("views of a step", "x", "h", "latents", "q_parts")
+local BUFFERS = options.like("buffers of a step", "x", "h", "latents", "absorbed")
+local VIEWS = options.like("views of a step", "x", "h", "latents", "absorbed")
 arguments.methods(Model, "a model", {
   views = { buffers = BUFFERS, n = options.count },
   forward_layer = { i = options.whole, s = VIEWS, attention = objects.attention },

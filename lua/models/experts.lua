@@ -1,13 +1,13 @@
 --- A layer of experts, as Mixtral, Qwen3-MoE and DeepSeek have in place of one MLP. A
 -- router (lua/models/router.lua) chooses `active` of them for each token, and their
 -- results are added with its weights. Shared experts, which DeepSeek has beside them,
--- compute every token; together they are one MLP.
+-- compute every token. In a step of few tokens they are further experts that every token
+-- chooses; with many tokens, products of their own are faster.
 --
 -- A step must not wait for the device, which alone knows what the router chose. So one op
 -- (kv.ops.experts) sorts the tokens by expert and multiplies them on the device, and
 -- reads only the weights of the experts that some token chose.
 -- Source  Jiang et al. 2024, arXiv:2401.04088; Qwen3 Technical Report, arXiv:2505.09388
-local checkpoint = require "models.checkpoint"
 local fields = require "models.fields"
 local kv = require "kvlab"
 local router = require "models.router"
@@ -16,6 +16,7 @@ local refuse = fields.refuse
 local M = {}
 
 local MOST = 4096 -- experts of a layer, as kernels have room for
+local FEW = 64    -- tokens, up to which shared experts are chosen like others
 
 --- How many experts a layer has: the field has several names.
 local function count_of(path, values, default)
@@ -37,8 +38,8 @@ local function complete(path, x, name)
   if x.active > x.count then
     refuse(path, "num_experts_per_tok", x.active, ("at most %d, the %s"):format(x.count,
       name))
-  elseif x.count > MOST then
-    refuse(path, name, x.count, ("at most %d"):format(MOST))
+  elseif x.count + x.shared > MOST then
+    refuse(path, name, x.count, ("at most %d"):format(MOST - x.shared))
   end
   return x
 end
@@ -48,12 +49,12 @@ end
 ---@param values table     as config.read gave them
 ---@param c table          the family's config, with layers, hidden and inner
 ---@param is_stacked? any  the matrices of a layer's experts are one tensor, as in GGUF
----@return table   # count, active, inner; is_normed: the weights of the chosen ones sum
+---@return table   # count, active, inner; shared: how many shared ones; is_normed: the weights of the chosen ones sum
 --                  to 1; is_in: by layer from 0, whether it has experts
 function M.config(path, values, c, is_stacked)
   local is_mixtral = values.model_type == "mixtral"
   local count, name = count_of(path, values, is_mixtral and 8 or 128)
-  local x = complete(path, { is_mixtral = is_mixtral, count = count,
+  local x = complete(path, { is_mixtral = is_mixtral, count = count, shared = 0,
     is_stacked = is_stacked and true or false, active = values.num_experts_per_tok,
     inner = is_mixtral and c.inner or values.moe_intermediate_size,
     is_normed = is_mixtral or values.norm_topk_prob, is_in = {} }, name)
@@ -73,13 +74,13 @@ end
 ---@param values table
 ---@param o table  is_sigmoid, is_grouped: the router's; count: experts unless the config
 --                 says how many; is_in: by layer from 0, whether it has experts
----@return table   # as config returns it, and shared: the width of the shared experts
+---@return table   # as config returns it
 function M.config_shared(path, values, o)
   local count, name = count_of(path, values, o.count)
   local x = complete(path, { count = count, active = values.num_experts_per_tok,
     inner = values.moe_intermediate_size, is_normed = values.norm_topk_prob,
     is_sigmoid = o.is_sigmoid, is_exact = true, is_in = o.is_in,
-    shared = values.n_shared_experts * values.moe_intermediate_size,
+    shared = values.n_shared_experts,
     factor = values.routed_scaling_factor ~= 1 and values.routed_scaling_factor
       or nil }, name)
   if o.is_grouped then
@@ -100,12 +101,12 @@ local function names(x, at, e)
            down = of .. "down_proj.weight" }
 end
 
---- The matrices of all experts: gate_up [count, 2 * inner, hidden] and down [count,
--- hidden, inner].
+--- The matrices of all experts: gate_up [count + shared, 2 * inner, hidden] and down
+-- [count + shared, hidden, inner].
 local function read_experts(read, x, at, hidden)
   local shapes = { gate = { x.inner, hidden }, up = { x.inner, hidden },
                    down = { hidden, x.inner } }
-  local stacked, w = {}, {}
+  local stacked, w, all = {}, {}, x.count + x.shared
   local function part(e, name)
     local shape = shapes[name]
     if not x.is_stacked then return read(names(x, at, e)[name], shape) end
@@ -117,8 +118,8 @@ local function read_experts(read, x, at, hidden)
     for i, name in ipairs { "gate", "up", "down" } do
       local one = part(e, name)
       if not w.down then
-        w.gate_up = kv.tensor(one.device, one:type(), { x.count, 2 * x.inner, hidden })
-        w.down = kv.tensor(one.device, one:type(), { x.count, hidden, x.inner })
+        w.gate_up = kv.tensor(one.device, one:type(), { all, 2 * x.inner, hidden })
+        w.down = kv.tensor(one.device, one:type(), { all, hidden, x.inner })
       end
       local to = name == "down" and w.down:index(e)
         or w.gate_up:index(e):narrow((i - 1) * x.inner, x.inner)
@@ -128,6 +129,23 @@ local function read_experts(read, x, at, hidden)
   end
   for _, whole in pairs(stacked) do whole:free() end
   return w
+end
+
+--- Shared experts are stored as one MLP. Each takes its part of that.
+local function read_shared(read, w, x, at, hidden)
+  local width, inner, parts = x.shared * x.inner, x.inner, {}
+  local shapes = { gate = { width, hidden }, up = { width, hidden },
+                   down = { hidden, width } }
+  for name, shape in pairs(shapes) do
+    parts[name] = read(("%smlp.shared_experts.%s_proj.weight"):format(at, name), shape)
+  end
+  for e = 0, x.shared - 1 do
+    local to = w.gate_up:index(x.count + e)
+    to:narrow(0, inner):copy_(parts.gate:narrow(e * inner, inner))
+    to:narrow(inner, inner):copy_(parts.up:narrow(e * inner, inner))
+    w.down:index(x.count + e):copy_(parts.down:narrow(e * inner, inner, 1))
+  end
+  for _, part in pairs(parts) do part:free() end
 end
 
 --- Reads the weights of a layer.
@@ -142,11 +160,12 @@ function M.load(read, at, c)
   if x.is_sigmoid then
     w.bias = read(at .. gate .. "e_score_correction_bias", { x.count }, "f32")
   end
-  if x.shared then
-    local of = at .. "mlp.shared_experts."
-    w.shared_gate_up = checkpoint.stack(read, { of .. "gate_proj.weight",
-      of .. "up_proj.weight" }, { x.shared, x.shared }, c.hidden)
-    w.shared_down = read(of .. "down_proj.weight", { c.hidden, x.shared })
+  if x.shared > 0 then read_shared(read, w, x, at, c.hidden) end
+  w.routed = { gate_up = w.gate_up:narrow(0, x.count), down = w.down:narrow(0, x.count) }
+  w.shared = {}
+  for e = 1, x.shared do
+    w.shared[e] = { gate_up = w.gate_up:index(x.count + e - 1),
+                    down = w.down:index(x.count + e - 1) }
   end
   return w
 end
@@ -155,34 +174,36 @@ end
 -- expert as often as any other.
 function M.bytes_read(w, rows)
   local x = w.config
-  local share = 1 - (1 - x.active / x.count) ^ rows
-  local bytes = w.router:bytes() + share * (w.gate_up:bytes() + w.down:bytes())
-  if w.bias then bytes = bytes + w.bias:bytes() end
-  if w.shared_down then
-    bytes = bytes + w.shared_gate_up:bytes() + w.shared_down:bytes()
-  end
-  return bytes
+  local read = x.count * (1 - (1 - x.active / x.count) ^ rows) + x.shared -- experts
+  local bytes = w.router:bytes() + (w.bias and w.bias:bytes() or 0)
+  return bytes + read / (x.count + x.shared) * (w.gate_up:bytes() + w.down:bytes())
 end
 
 --- Numbers of each activation for one token.
 function M.buffers(c)
-  return { routed = c.experts.count, expert_shared = c.experts.shared }
+  local x = c.experts
+  return { routed = x.count, expert_shared = x.shared > 0 and x.inner or nil }
 end
 
 --- Activations of a step of n tokens.
 function M.views(c, device, buffers, n)
   local x = c.experts
-  return { shared = x.shared and buffers.expert_shared:narrow(0, n),
-           router = router.views(x, device, buffers.routed:narrow(0, n), n) }
+  local joins = n <= FEW
+  return { shared = not joins and x.shared > 0 and buffers.expert_shared:narrow(0, n),
+           router = router.views(x, device, buffers.routed:narrow(0, n), n,
+             joins and x.shared or 0) }
 end
 
 --- out += the experts' results for h [n, hidden].
 function M.forward(w, h, s, out)
   local which, weights = router.route(w, h, s.router)
-  kv.ops.experts(h, which, weights, w.gate_up, w.down, out, "add")
-  if not w.shared_down then return end
-  kv.ops.linear(h, w.shared_gate_up, s.shared, "swiglu")
-  kv.ops.linear(s.shared, w.shared_down, out, "add")
+  local of = s.shared and w.routed or w
+  kv.ops.experts(h, which, weights, of.gate_up, of.down, out, "add")
+  if not s.shared then return end
+  for _, one in ipairs(w.shared) do
+    kv.ops.linear(h, one.gate_up, s.shared, "swiglu")
+    kv.ops.linear(s.shared, one.down, out, "add")
+  end
 end
 
 return M

@@ -42,20 +42,21 @@ end
 -- logits of some families to the model's dtype.
 ---@param x table              of the experts: count, active, groups …
 ---@param routed kvlab.Tensor  [n, count] in the model's dtype
-function M.views(x, device, routed, n)
+---@param shared integer       experts that every token chooses besides
+function M.views(x, device, routed, n, shared)
   local logits = x.is_exact and kv.tensor(device, "f32", { n, x.count }) or routed
   return { logits = logits, is_sigmoid = x.is_sigmoid, is_normed = x.is_normed,
            groups = x.groups, open_groups = x.open_groups, factor = x.factor,
-           chosen = kv.tensor(device, "i32", { n, x.active }),
-           weights = kv.tensor(device, "f32", { n, x.active }) }
+           shared = shared, chosen = kv.tensor(device, "i32", { n, x.active + shared }),
+           weights = kv.tensor(device, "f32", { n, x.active + shared }) }
 end
 
 --- Chooses the experts of every token.
 ---@param w table        router [count, hidden] and, with sigmoid, bias f32 [count]
 ---@param h kvlab.Tensor [n, hidden]
 ---@param s table        see views
----@return kvlab.Tensor  # which experts, i32 [n, active]
----@return kvlab.Tensor  # their weights, f32 [n, active]
+---@return kvlab.Tensor  # which experts, i32 [n, active and shared]
+---@return kvlab.Tensor  # their weights, f32 of the same shape
 function M.route(w, h, s)
   h:matmul_t(w.router, s.logits)
   s.bias = w.bias

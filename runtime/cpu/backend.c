@@ -15,22 +15,33 @@
 
 /* ---- kernels by instruction set -------------------------------------------------------- */
 
-#define KVL_TABLE(isa) \
-  KVL_DECLARE(isa)     \
-  static kvl_kernel *const kernels_##isa[KVL_OP_COUNT] = {KVL_OPS(KVL_ENTRY_##isa)};
+typedef size_t workspace_of(const void *args);
 
-#define KVL_DECLARE(isa)                                            \
-  KVL_OPS(KVL_PROTO_##isa)                                          \
-  size_t kvl_cpu_paged_attention_workspace_##isa(const void *args); \
-  size_t kvl_cpu_matmul_workspace_##isa(const void *args);          \
-  size_t kvl_cpu_linear_workspace_##isa(const void *args);          \
-  size_t kvl_cpu_experts_workspace_##isa(const void *args);
+#define KVL_TABLE(isa)                                                               \
+  KVL_OPS(KVL_PROTO_##isa)                                                           \
+  KVL_WITH_WORKSPACE(KVL_SIZE_##isa)                                                 \
+  static kvl_kernel *const kernels_##isa[KVL_OP_COUNT] = {KVL_OPS(KVL_ENTRY_##isa)}; \
+  static workspace_of *const workspaces_##isa[KVL_OP_COUNT] = {                      \
+      KVL_WITH_WORKSPACE(KVL_SIZED_##isa)};
+
+#define KVL_WITH_WORKSPACE(X) \
+  X(paged_attention)          \
+  X(matmul)                   \
+  X(linear)                   \
+  X(head_matmul)              \
+  X(experts)
 #define KVL_PROTO_plain(op) kvl_kernel kvl_cpu_##op##_plain;
 #define KVL_PROTO_avx2(op) kvl_kernel kvl_cpu_##op##_avx2;
 #define KVL_PROTO_avx512(op) kvl_kernel kvl_cpu_##op##_avx512;
 #define KVL_ENTRY_plain(op) [KVL_OP_##op] = kvl_cpu_##op##_plain,
 #define KVL_ENTRY_avx2(op) [KVL_OP_##op] = kvl_cpu_##op##_avx2,
 #define KVL_ENTRY_avx512(op) [KVL_OP_##op] = kvl_cpu_##op##_avx512,
+#define KVL_SIZE_plain(op) workspace_of kvl_cpu_##op##_workspace_plain;
+#define KVL_SIZE_avx2(op) workspace_of kvl_cpu_##op##_workspace_avx2;
+#define KVL_SIZE_avx512(op) workspace_of kvl_cpu_##op##_workspace_avx512;
+#define KVL_SIZED_plain(op) [KVL_OP_##op] = kvl_cpu_##op##_workspace_plain,
+#define KVL_SIZED_avx2(op) [KVL_OP_##op] = kvl_cpu_##op##_workspace_avx2,
+#define KVL_SIZED_avx512(op) [KVL_OP_##op] = kvl_cpu_##op##_workspace_avx512,
 
 #ifdef KVL_HAS_ISA_PLAIN
 KVL_TABLE(plain)
@@ -45,15 +56,10 @@ KVL_TABLE(avx512)
 struct isa {
   const char *name, *words;
   kvl_kernel *const *kernels;
-  size_t (*attention_workspace)(const void *args), (*matmul_workspace)(const void *args);
-  size_t (*linear_workspace)(const void *args), (*experts_workspace)(const void *args);
+  workspace_of *const *workspaces; /* NULL for an op that needs none */
 };
-#define KVL_ISA_ROW(isa, words)                                          \
-  {                                                                      \
-#isa, words, kernels_##isa, kvl_cpu_paged_attention_workspace_##isa, \
-        kvl_cpu_matmul_workspace_##isa, kvl_cpu_linear_workspace_##isa,  \
-        kvl_cpu_experts_workspace_##isa                                  \
-  }
+#define KVL_ISA_ROW(isa, words) \
+  { #isa, words, kernels_##isa, workspaces_##isa }
 /* From the slowest to the fastest. */
 static const struct isa isas[] = {
 #ifdef KVL_HAS_ISA_PLAIN
@@ -200,12 +206,8 @@ static void host_free(void *ctx, void *p, size_t bytes) {
 
 static size_t workspace(void *ctx, enum kvl_op op, const void *args) {
   (void)ctx;
-  const struct isa *isa = isa_in_use(NULL);
-  if (op == KVL_OP_paged_attention) return isa->attention_workspace(args);
-  if (op == KVL_OP_matmul) return isa->matmul_workspace(args);
-  if (op == KVL_OP_linear) return isa->linear_workspace(args);
-  if (op == KVL_OP_experts) return isa->experts_workspace(args);
-  return 0;
+  workspace_of *const of = isa_in_use(NULL)->workspaces[op];
+  return of ? of(args) : 0;
 }
 
 static int launch(void *ctx, void *queue, enum kvl_op op, const void *args, size_t size) {

@@ -355,6 +355,7 @@ int kvl_matmul(const kvl_tensor *a, const kvl_tensor *b, int transpose_b,
   args.a_stride = a_batched ? args.m * args.k : 0;
   args.b_stride = b_batched ? args.n * args.k : 0;
   args.out_stride = args.m * args.n;
+  args.a_row = args.k, args.out_row = args.n;
   if (args.batch > 1 && !b_batched) { /* b is shared: all rows of a form one matrix */
     args.m *= args.batch;
     args.batch = 1;

@@ -20,7 +20,8 @@ static int norm(struct kvl__call *c, const kvl_tensor *x, const kvl_tensor *resi
                                   .bias = bias ? bias->ptr : NULL,
                                   .out = out->ptr,
                                   .rows = x->shape[0],
-                                  .dim = x->shape[1],
+                                  .dim = weight->count,
+                                  .row = x->shape[1],
                                   .eps = (float)eps,
                                   .dtype = x->dtype,
                                   .weight_dtype = weight->dtype};
@@ -32,7 +33,16 @@ int kvl_rmsnorm(const kvl_tensor *x, const kvl_tensor *residual, const kvl_tenso
   struct kvl__call c = {.op = "rmsnorm"};
   kvl__arg(&c, "x", x, KVL__FLOAT, "rows dim");
   kvl__arg(&c, "residual?", residual, kvl__like(x), "rows dim");
-  kvl__arg(&c, "weight", weight, kvl__like(x) | KVL__F32, "dim");
+  kvl__arg(&c, "weight", weight, kvl__like(x) | KVL__F32, "normed");
+  const int64_t dim = kvl__dim(&c, "dim"), normed = kvl__dim(&c, "normed");
+  if (c.status >= 0 && normed > dim)
+    kvl__call_fail(&c, "weight has %lld numbers, expected at most the %lld of a row of x",
+                   (long long)normed, (long long)dim);
+  if (c.status >= 0 && normed < dim && (residual || !out || out->ptr != x->ptr))
+    kvl__call_fail(&c,
+                   "weight has %lld of the %lld numbers of a row of x, expected out to be "
+                   "x, and no residual",
+                   (long long)normed, (long long)dim);
   return norm(&c, x, residual, weight, NULL, eps, out);
 }
 
@@ -55,6 +65,42 @@ static void expect_apart(struct kvl__call *c, const char *out_name, const kvl_te
                          const char *name, const kvl_tensor *t) {
   if (c->status >= 0 && t && overlaps(out, t))
     kvl__call_fail(c, "%s shares memory with %s, expected memory of its own", out_name, name);
+}
+
+int kvl_head_matmul(const kvl_tensor *x, const kvl_tensor *weight, int transpose_weight,
+                    const kvl_tensor *out) {
+  struct kvl__call c = {.op = "head_matmul"};
+  kvl__arg(&c, "x", x, KVL__FLOAT, "tokens heads from");
+  kvl__arg(&c, "weight", weight, kvl__like(x), transpose_weight ? "heads n k" : "heads k n");
+  kvl__arg(&c, "out", out, kvl__like(x), "tokens heads to");
+  const int64_t k = kvl__dim(&c, "k"), n = kvl__dim(&c, "n");
+  const int64_t rest = kvl__dim(&c, "from") - k, to = kvl__dim(&c, "to");
+  if (c.status >= 0 && k == 0) kvl__call_fail(&c, "k is 0, expected at least 1");
+  if (c.status >= 0 && rest < 0)
+    kvl__call_fail(&c, "x has %lld numbers a head, expected at least the %lld of weight",
+                   (long long)(rest + k), (long long)k);
+  if (c.status >= 0 && to != n + rest)
+    kvl__call_fail(&c,
+                   "out has %lld numbers a head, expected %lld: %lld of the product, and "
+                   "%lld of x behind the first %lld",
+                   (long long)to, (long long)(n + rest), (long long)n, (long long)rest,
+                   (long long)k);
+  expect_apart(&c, "out", out, "x", x);
+  expect_apart(&c, "out", out, "weight", weight);
+  if (c.status < 0) return c.status;
+  struct kvl_head_matmul_args args = {.x = x->ptr,
+                                      .w = weight->ptr,
+                                      .out = out->ptr,
+                                      .tokens = x->shape[0],
+                                      .heads = x->shape[1],
+                                      .k = k,
+                                      .n = n,
+                                      .rest = rest,
+                                      .transpose_w = transpose_weight != 0,
+                                      .frozen = weight->storage->is_frozen,
+                                      .dtype = x->dtype};
+  args.workspace = kvl__call_workspace(&c, KVL_OP_head_matmul, &args);
+  return KVL__LAUNCH(&c, head_matmul, args);
 }
 
 /* If x has a single row and parts of the result follow the first part without a gap in
@@ -153,9 +199,9 @@ int kvl_route(const kvl_tensor *logits, const kvl_tensor *bias, const kvl_router
   struct kvl__call c = {.op = "route"};
   kvl__arg(&c, "logits", logits, KVL__FLOAT, "rows experts");
   kvl__arg(&c, "bias?", bias, KVL__F32, "experts");
-  kvl__arg(&c, "chosen", chosen, KVL__I32, "rows active");
-  kvl__arg(&c, "weights", weights, KVL__F32, "rows active");
-  const int64_t experts = kvl__dim(&c, "experts"), active = kvl__dim(&c, "active");
+  kvl__arg(&c, "chosen", chosen, KVL__I32, "rows columns");
+  kvl__arg(&c, "weights", weights, KVL__F32, "rows columns");
+  const int64_t experts = kvl__dim(&c, "experts"), columns = kvl__dim(&c, "columns");
   expect_experts(&c, "logits", experts);
   if (c.status >= 0 && !router) kvl__call_fail(&c, "router is NULL, expected a kvl_router");
   if (c.status < 0) return c.status;
@@ -168,16 +214,22 @@ int kvl_route(const kvl_tensor *logits, const kvl_tensor *bias, const kvl_router
   expect_apart(&c, "weights", weights, "chosen", chosen);
   if (!isfinite(router->factor))
     kvl__call_fail(&c, "factor is %g, expected a finite number", (double)router->factor);
-  const int groups = router->groups, open = router->open_groups;
+  const int groups = router->groups, open = router->open_groups, shared = router->shared;
+  const int64_t active = columns - shared;
   if (groups < 1 || experts % groups)
     kvl__call_fail(&c, "groups is %d, expected a divisor of the %lld experts", groups,
                    (long long)experts);
   else if (open < 1 || open > groups)
     kvl__call_fail(&c, "open_groups is %d, expected 1 to groups = %d", open, groups);
+  else if (shared < 0 || experts + shared > KVL_EXPERTS_MOST)
+    kvl__call_fail(&c, "shared is %d, expected 0 to %lld: %d experts in all", shared,
+                   (long long)(KVL_EXPERTS_MOST - experts), KVL_EXPERTS_MOST);
   else if (active < 1 || active > experts / groups * open)
     kvl__call_fail(&c,
-                   "chosen has %lld columns, expected 1 to the %lld experts of open groups",
-                   (long long)active, (long long)(experts / groups * open));
+                   "chosen has %lld columns, expected %d to %lld: the experts of open "
+                   "groups, and %d shared ones",
+                   (long long)columns, 1 + shared,
+                   (long long)(experts / groups * open + shared), shared);
   if (c.status < 0) return c.status;
   struct kvl_route_args args = {logits->ptr,      bias ? bias->ptr : NULL,
                                 chosen->ptr,      weights->ptr,

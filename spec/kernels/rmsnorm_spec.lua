@@ -58,10 +58,34 @@ describe("rmsnorm", function()
     S.equal(x, { 0, 0, 0, 0, 0, 0, 0, 0, 0 })
   end)
 
+  -- Rows of whole 16-byte packs, and others.
+  for _, size in ipairs { { 3, 64, 576 }, { 200, 512, 576 }, { 5, 20, 27 } } do
+    local rows, dim, width = unpack(size)
+    S.agrees(("normalises the first %d of %d numbers"):format(dim, width), function(dev)
+      local x = S.randn(cpu, "bf16", { rows, width }, 4):to(dev)
+      local weight = S.randn(cpu, "bf16", { dim }, 5):to(dev)
+      return kv.ops.rmsnorm(x, weight, 1e-5, x)
+    end, function()
+      local x = S.randn(cpu, "bf16", { rows, width }, 4)
+      local normed = reference.rmsnorm(x:narrow(0, dim, 1):list(),
+        S.randn(cpu, "bf16", { dim }, 5):list(), 1e-5)
+      local list = x:list()
+      for r = 1, rows do
+        for i = 1, dim do list[(r - 1) * width + i] = normed[(r - 1) * dim + i] end
+      end
+      return list
+    end, 1e-7, 1e-6 + 2 * S.eps.bf16)
+  end
+
   it("refuses a weight of another size and a negative eps", function()
     local x, weight = kv.zeros(cpu, "f32", { 2, 3 }), kv.zeros(cpu, "f32", { 4 })
     S.fails(kv.C.kvl_rmsnorm(x, nil, weight, 1e-5, x), "rmsnorm",
-      "weight is f32 [4]", "dim=3")
+      "weight has 4 numbers", "at most the 3 of a row of x")
+    local two = kv.zeros(cpu, "f32", { 2 })
+    for _, call in ipairs { { nil, kv.zeros(cpu, "f32", { 2, 3 }) }, { x:clone(), x } } do
+      S.fails(kv.C.kvl_rmsnorm(x, call[1], two, 1e-5, call[2]),
+        "weight has 2 of the 3 numbers", "out to be x, and no residual")
+    end
     local three = kv.zeros(cpu, "f32", { 3 })
     S.fails(kv.C.kvl_rmsnorm(x, nil, three, -1, x), "eps is -1", ">= 0")
   end)

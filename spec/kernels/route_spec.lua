@@ -111,6 +111,16 @@ S.each_device(function(dev)
       S.equal(chosen:index(3), { 0, 1 })
     end)
 
+    it("adds experts that every row chooses", function()
+      local logits = kv.from(dev, "f32", { 2, 3 }, { 1, 3, 2, 0, 0, 1 })
+      local chosen, weights = kv.ops.route { logits = logits, active = 2, shared = 2,
+        is_sigmoid = true, factor = 4 }
+      S.equal(chosen, { 1, 2, 3, 4, 2, 0, 3, 4 })
+      local alone = select(2, kv.ops.route { logits = logits, active = 2,
+        is_sigmoid = true, factor = 4 }):list()
+      S.equal(weights, { alone[1], alone[2], 1, 1, alone[3], alone[4], 1, 1 })
+    end)
+
     it("weighs experts by 0 if all that were chosen have a score of 0", function()
       local chosen, weights = kv.ops.route { is_normed = true, active = 2,
         logits = kv.from(dev, "f32", { 1, 4 }, { 1000, 0, 0, 0 }),
@@ -130,9 +140,13 @@ describe("route", function()
     end
     refused("groups is 5, expected a divisor of the 12 experts", { groups = 5 })
     refused("open_groups is 4, expected 1 to groups = 3", { groups = 3, open_groups = 4 })
-    refused("chosen has 5 columns, expected 1 to the 4 experts of open groups",
+    refused("chosen has 5 columns, expected 1 to 4: the experts of open groups",
       { groups = 3, open_groups = 1, active = 5 })
-    refused("chosen has 13 columns, expected 1 to the 12", { active = 13 })
+    refused("chosen has 13 columns, expected 1 to 12", { active = 13 })
+    refused("chosen has 15 columns, expected 3 to 14: the experts of open groups, and 2 "
+      .. "shared ones", { active = 13, shared = 2 })
+    refused("shared is 4085, expected 0 to 4084: 4096 experts in all", { shared = 4085 })
+    refused("shared is -1", { shared = -1 })
     refused("bias", { bias = kv.zeros(cpu, "f32", { 11 }) })
     refused("bias", { bias = kv.zeros(cpu, "f16", { 12 }) })
     refused("logits has 4097 experts, expected 1 to 4096",

@@ -94,4 +94,34 @@ describe("a layer of experts", function()
       end
     end)
   end
+
+  it("has shared ones, which compute every token, few or many", function()
+    local hidden, inner, many = 8, 16, 70
+    local x = { count = 4, active = 1, inner = inner, shared = 2, is_sigmoid = true,
+                is_in = {} }
+    local c, mlp, seed = { layers = 1, hidden = hidden, inner = inner, experts = x }, {}, 0
+    local w = experts.load(function(name, shape)
+      seed = seed + 1
+      local part = name:match "shared_experts%.(%l+)_proj"
+      local t = kv.randn(cpu, "f32", shape, { seed = seed })
+      if part then mlp[part] = t:clone() else t:fill_(0) end -- others give nothing
+      return t
+    end, "", c)
+    assert.equal(4 * (x.count * hidden + x.count + (2 + 1) * 3 * hidden * inner),
+      experts.bytes_read(w, 1))
+    local h = kv.randn(cpu, "f32", { many, hidden }, { seed = 99 })
+    local wanted = kv.ops.silu_mul(h:matmul_t(mlp.gate), h:matmul_t(mlp.up))
+      :matmul_t(mlp.down):list()
+    for _, n in ipairs { 3, many } do
+      local buffers = {}
+      for name, size in pairs(experts.buffers(c)) do
+        buffers[name] = kv.full(cpu, "f32", { n, size }, 0 / 0)
+      end
+      local out = kv.zeros(cpu, "f32", { n, hidden })
+      experts.forward(w, h:narrow(0, n), experts.views(c, cpu, buffers, n), out)
+      for i, got in ipairs(out:list()) do
+        assert.near(wanted[i], got, TOLERANCE * (1 + math.abs(wanted[i])))
+      end
+    end
+  end)
 end)

@@ -70,7 +70,7 @@ support.each_device(function(dev)
         local bias = x.is_sigmoid
           and kv.randn(dev, "f32", { x.count }, { seed = 90 + i, std = 0.5 })
         w.bias = bias or nil
-        local s = router.views(x, dev, kv.tensor(dev, "f32", { N, x.count }), N)
+        local s = router.views(x, dev, kv.tensor(dev, "f32", { N, x.count }), N, 0)
         local graph = kv.graph(function() router.route(w, h, s) end, dev)
         local logits = h:matmul_t(w.router)
         for _, launch in ipairs { function() router.route(w, h, s) end,

@@ -40,6 +40,7 @@ static struct panel panel_of(const struct kvl_linear_args *g) {
   p.bytes_y = p.is_finished ? 0 : round_up(rows * g->n, KVL_DTYPE_F32);
   p.norm = (struct kvl_rmsnorm_args){.weight = g->norm,
                                      .dim = g->k,
+                                     .row = g->k,
                                      .eps = g->eps,
                                      .dtype = g->dtype,
                                      .weight_dtype = g->norm_dtype};
@@ -49,6 +50,8 @@ static struct panel panel_of(const struct kvl_linear_args *g) {
       .m = rows,
       .n = g->n,
       .k = g->k,
+      .a_row = g->k,
+      .out_row = g->n,
       .transpose_b = 1,
       .dtype = g->dtype,
       .out_dtype = p.is_finished ? g->out_dtype : KVL_DTYPE_F32};

@@ -94,12 +94,13 @@ static int wide(const struct kvl_matmul_args *g, const void *a, const void *b, v
   int64_t b_row = g->transpose_b ? g->k : g->n;
   for (int64_t i = 0; i < g->m; i += p.m) {
     int64_t m = i64_min(p.m, g->m - i);
-    const float *x = at_const(a, i * g->k, g->dtype);
-    if (p.a) convert(x, g->k, g->dtype, a32, g->k, KVL_DTYPE_F32, m, g->k), x = a32;
+    const float *x = at_const(a, i * g->a_row, g->dtype);
+    int64_t x_row = p.a ? g->k : g->a_row;
+    if (p.a) convert(x, g->a_row, g->dtype, a32, g->k, KVL_DTYPE_F32, m, g->k), x = a32;
     for (int64_t j = 0; j < g->n; j += p.n) {
-      int64_t n = i64_min(p.n, g->n - j), y_row = b_row, z_row = g->n;
+      int64_t n = i64_min(p.n, g->n - j), y_row = b_row, z_row = g->out_row;
       const float *y = at_const(b, g->transpose_b ? j * g->k : j, g->dtype);
-      float *z = at(out, i * g->n + j, g->out_dtype);
+      float *z = at(out, i * g->out_row + j, g->out_dtype);
       if (p.b) {
         int64_t rows = g->transpose_b ? n : g->k;
         y_row = g->transpose_b ? g->k : n;
@@ -108,11 +109,11 @@ static int wide(const struct kvl_matmul_args *g, const void *a, const void *b, v
       }
       if (p.out) z = out32, z_row = n;
       cblas_sgemm(CblasRowMajor, CblasNoTrans, g->transpose_b ? CblasTrans : CblasNoTrans,
-                  (int)m, (int)n, (int)g->k, 1, x, (int)g->k, y, (int)y_row, 0, z,
+                  (int)m, (int)n, (int)g->k, 1, x, (int)x_row, y, (int)y_row, 0, z,
                   (int)z_row);
       if (p.out)
-        convert(z, n, KVL_DTYPE_F32, at(out, i * g->n + j, g->out_dtype), g->n, g->out_dtype,
-                m, n);
+        convert(z, n, KVL_DTYPE_F32, at(out, i * g->out_row + j, g->out_dtype), g->out_row,
+                g->out_dtype, m, n);
     }
   }
   return 0;
@@ -141,15 +142,17 @@ static int thin(const struct kvl_matmul_args *g, const void *a, const void *b, v
                    .rows = g->m,
                    .n = g->n,
                    .k = g->k,
+                   .x_row = p.a ? g->k : g->a_row,
+                   .out_row = p.out ? g->n : g->out_row,
                    .dtype = g->dtype,
                    .out_dtype = g->out_dtype};
-  if (p.a) convert(a, g->k, g->dtype, a32, g->k, KVL_DTYPE_F32, g->m, g->k);
+  if (p.a) convert(a, g->a_row, g->dtype, a32, g->k, KVL_DTYPE_F32, g->m, g->k);
   /* a column reads k elements of b; with m rows of a it costs about 1 + m / 4 times that */
   int64_t grain = 4 * KVL_GRAIN / (4 + g->m) / i64_max(1, g->k);
   int64_t unit = g->transpose_b ? THIN_DOTS : THIN_COLUMNS;
   grain = (grain / unit + 1) * unit;
   int status = kvl__split(g->n, grain, g->transpose_b ? dots_piece : columns_piece, &t);
-  if (p.out) convert(out32, g->n, KVL_DTYPE_F32, out, g->n, g->out_dtype, g->m, g->n);
+  if (p.out) convert(out32, g->n, KVL_DTYPE_F32, out, g->out_row, g->out_dtype, g->m, g->n);
   return status;
 }
 

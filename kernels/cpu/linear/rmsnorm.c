@@ -4,6 +4,7 @@
  *   x, out    f32 f16 bf16  [rows, dim]   out may be x
  *   residual  like x        [rows, dim]   optional
  *   weight    like x or f32 [dim]         bias like weight, optional; without a residual
+ * Rows of x, residual and out may be apart (row).
  * Two passes over a row, the second from cache. Each lane adds up RUN squares in f32, and
  * those sums are added in double.
  * Limit: read plus write bandwidth. Source: Zhang and Sennrich 2019. */
@@ -47,9 +48,9 @@ static inline KVL_HOT float mean_square(const void *x, void *residual, int64_t d
 static inline KVL_HOT void rows(const struct kvl_rmsnorm_args *a, int64_t begin, int64_t end,
                                 const int dtype) {
   for (int64_t r = begin; r < end; r++) {
-    const void *x = at_const(a->x, r * a->dim, dtype);
-    void *residual = a->residual ? at(a->residual, r * a->dim, dtype) : NULL;
-    void *out = at(a->out, r * a->dim, dtype);
+    const void *x = at_const(a->x, r * a->row, dtype);
+    void *residual = a->residual ? at(a->residual, r * a->row, dtype) : NULL;
+    void *out = at(a->out, r * a->row, dtype);
     const float mean = a->bias ? mean_of(x, a->dim, dtype) : 0;
     const float squares = mean_square(x, residual, a->dim, a->bias != NULL, mean, dtype);
     const float scale = 1.0f / sqrtf(squares + a->eps);

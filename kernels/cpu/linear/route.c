@@ -1,8 +1,8 @@
 /* Chooses the experts of each row, as kvl_route says.
  *   logits   f32 f16 bf16  [rows, experts]
  *   bias     f32           [experts], optional
- *   chosen   i32           [rows, active]
- *   weights  f32           [rows, active]
+ *   chosen   i32           [rows, active + shared]
+ *   weights  f32           [rows, active + shared]
  * Limit: the exponentials of a row, and `active` passes over its experts. */
 #include "args/linear.h"
 #include "cpu/lanes.h"
@@ -47,8 +47,9 @@ static void close_groups(const struct kvl_route_args *g, const float *choice,
 
 static void route_row(const struct kvl_route_args *g, int64_t row, float *score) {
   const int64_t n = g->experts;
-  int32_t *chosen = g->chosen + row * g->active;
-  float *weights = g->weights + row * g->active, choice[KVL_EXPERTS_MOST], sum = 0;
+  const int64_t shared = g->router.shared, columns = g->active + shared;
+  int32_t *chosen = g->chosen + row * columns;
+  float *weights = g->weights + row * columns, choice[KVL_EXPERTS_MOST], sum = 0;
   uint8_t is_closed[KVL_EXPERTS_MOST] = {0};
   score_row(g, score);
   for (int64_t e = 0; e < n; e++) choice[e] = g->bias ? score[e] + g->bias[e] : score[e];
@@ -63,6 +64,8 @@ static void route_row(const struct kvl_route_args *g, int64_t row, float *score)
   }
   const float by = g->router.is_normed ? sum + 1e-20f : 1.0f; /* all of them may be 0 */
   for (int64_t j = 0; j < g->active; j++) weights[j] = weights[j] / by * g->router.factor;
+  for (int64_t j = 0; j < shared; j++)
+    chosen[g->active + j] = (int32_t)(n + j), weights[g->active + j] = 1;
 }
 
 static inline KVL_HOT void rows(const struct kvl_route_args *g, int64_t begin, int64_t end,

@@ -18,10 +18,10 @@
 enum { THIN_ROWS = VF > 4 ? 48 : 8 };
 
 struct thin {
-  const float *x; /* [rows, k] */
+  const float *x; /* [rows, k]; from one row to the next are x_row numbers */
   const void *y;  /* [n, k], or [k, n] for columns */
-  void *out;      /* [rows, n]; f32 for columns */
-  int64_t rows, n, k;
+  void *out;      /* [rows, n], with out_row; f32 for columns */
+  int64_t rows, n, k, x_row, out_row;
   int32_t dtype, out_dtype; /* of y and out */
 };
 
@@ -46,7 +46,7 @@ static KVL_APART void dots_store(const struct thin *g, int64_t r0, int64_t j0, i
                                  vf tile, int columns) {
   for (int64_t r = r0; r < i64_min(r0 + VF / columns, g->rows); r++)
     for (int64_t j = j0; j < i64_min(j0 + columns, stop); j++)
-      f32_store(g->out, r * g->n + j, tile[(r - r0) * columns + j - j0], g->out_dtype);
+      f32_store(g->out, r * g->out_row + j, tile[(r - r0) * columns + j - j0], g->out_dtype);
 }
 
 /* Computes the tile of rows from r0 on and columns from j0 on. Past the ends the last one is
@@ -57,7 +57,7 @@ static inline KVL_HOT void dots_tile(const struct thin *g, int64_t r0, int64_t j
   const float *x[4];
   const void *y[VF];
   vf sum[VF] = {0};
-  for (int r = 0; r < rows; r++) x[r] = g->x + i64_min(r0 + r, g->rows - 1) * g->k;
+  for (int r = 0; r < rows; r++) x[r] = g->x + i64_min(r0 + r, g->rows - 1) * g->x_row;
   for (int c = 0; c < columns; c++)
     y[c] = at_const(g->y, i64_min(j0 + c, stop - 1) * g->k, dtype);
   int64_t i = 0;
@@ -78,8 +78,8 @@ static inline KVL_HOT void columns_tile(const struct thin *g, int64_t r0, int64_
   vf sum[VF] = {0};
   for (int r = 0; r < rows; r++) {
     int64_t row = i64_min(r0 + r, g->rows - 1);
-    x[r] = g->x + row * g->k;
-    out[r] = (float *)g->out + row * g->n + j;
+    x[r] = g->x + row * g->x_row;
+    out[r] = (float *)g->out + row * g->out_row + j;
     for (int v = 0; v < vectors && k0 > 0; v++)
       sum[r * vectors + v] = vf_load_n(out[r] + v * VF, left, KVL_DTYPE_F32);
   }

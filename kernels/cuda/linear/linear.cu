@@ -79,7 +79,7 @@ struct panel {
     /* A pointer that is NULL here will come from the allocator, so it is aligned. */
     product.a = g.norm ? nullptr : g.x, product.out = is_finished ? g.out : nullptr;
     product.b = g.weight, product.batch = 1, product.transpose_b = 1;
-    product.m = rows, product.n = g.n, product.k = g.k;
+    product.m = rows, product.n = product.out_row = g.n, product.k = product.a_row = g.k;
     product.adds = is_finished && adds;
     product.dtype = g.dtype, product.out_dtype = is_finished ? g.out_dtype : g.dtype;
   }
@@ -103,7 +103,8 @@ int multiply_panel(const kvl_linear_args &g, const void *x, int64_t first, int64
 
 int normalise(const kvl_linear_args &g, const void *x, void *h, int64_t rows,
               kvl_cuda_queue *q) {
-  kvl_rmsnorm_args norm = {x, nullptr, g.norm, h, rows, g.k, g.eps, g.dtype, g.norm_dtype};
+  kvl_rmsnorm_args norm = {x,   nullptr, g.norm, h,       rows,
+                           g.k, g.k,     g.eps,  g.dtype, g.norm_dtype};
   return kvl_cuda_rmsnorm(&norm, q);
 }
 

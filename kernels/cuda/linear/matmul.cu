@@ -46,8 +46,8 @@ int multiply(const kvl_matmul_args *g, const kvl_cuda_queue *q, int64_t first,
   return kvl__cuda_blas_check(
       cublasGemmStridedBatchedEx_64(
           q->blas, g->transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, CUBLAS_OP_N, g->n, g->m, g->k,
-          &one, b, type, g->transpose_b ? g->k : g->n, g->b_stride, a, type, g->k,
-          g->a_stride, &old, out, type_of(g->out_dtype), g->n, g->out_stride, count,
+          &one, b, type, g->transpose_b ? g->k : g->n, g->b_stride, a, type, g->a_row,
+          g->a_stride, &old, out, type_of(g->out_dtype), g->out_row, g->out_stride, count,
           CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
       "cublasGemmStridedBatchedEx");
 }
@@ -57,8 +57,8 @@ int multiply(const kvl_matmul_args *g, const kvl_cuda_queue *q, int64_t first,
 /* Describes a matrix of `rows` rows in memory; they are columns to the column-major
  * library. */
 void layout(cublasLtMatrixLayoutOpaque_t *l, cudaDataType_t type, int64_t rows,
-            int64_t columns) {
-  cublasLtMatrixLayoutInit(l, type, (uint64_t)columns, (uint64_t)rows, columns);
+            int64_t columns, int64_t row) {
+  cublasLtMatrixLayoutInit(l, type, (uint64_t)columns, (uint64_t)rows, row);
 }
 
 int multiply_f8(const kvl_matmul_args *g, const kvl_cuda_queue *q, int64_t i) {
@@ -76,9 +76,9 @@ int multiply_f8(const kvl_matmul_args *g, const kvl_cuda_queue *q, int64_t i) {
   cublasLtMatmulDescInit(&call, CUBLAS_COMPUTE_32F, CUDA_R_32F);
   cublasLtMatmulDescSetAttribute(&call, CUBLASLT_MATMUL_DESC_TRANSA, &transpose,
                                  sizeof transpose);
-  layout(&a_is, CUDA_R_8F_E4M3, g->m, g->k);
-  layout(&b_is, CUDA_R_8F_E4M3, g->n, g->k);
-  layout(&out_is, type_of(g->out_dtype), g->m, g->n);
+  layout(&a_is, CUDA_R_8F_E4M3, g->m, g->k, g->a_row);
+  layout(&b_is, CUDA_R_8F_E4M3, g->n, g->k, g->k);
+  layout(&out_is, type_of(g->out_dtype), g->m, g->n, g->out_row);
   cublasLtMatmulPreferenceInit(&wish);
   cublasLtMatmulPreferenceSetAttribute(&wish, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                        &bytes, sizeof bytes);
@@ -111,7 +111,7 @@ KVL_CUDA_KERNEL(matmul) {
     kvl_fill_args zero = {g->out, g->batch * g->m * g->n, 0, g->out_dtype};
     return kvl_cuda_fill(&zero, queue);
   }
-  if (g->transpose_b && g->batch == 1 && !g->adds) {
+  if (g->transpose_b && g->batch == 1 && !g->adds && g->a_row == g->k && g->out_row == g->n) {
     kvl_linear_args linear = {};
     linear.x = g->a, linear.weight = g->b, linear.out = g->out, linear.parts = 1;
     linear.rows = g->m, linear.n = g->n, linear.k = g->k, linear.form = KVL_LINEAR_PLAIN;

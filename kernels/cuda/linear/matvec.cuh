@@ -106,6 +106,7 @@ __global__ void __launch_bounds__(MATVEC_THREADS, 1)
 /* shared_optin: bytes of shared memory a block may ask for. */
 inline bool takes_matvec(const kvl_matmul_args &g, int shared_optin) {
   return g.transpose_b && g.batch == 1 && g.m <= MATVEC_ROWS && g.k % 8 == 0 &&
+         g.a_row == g.k && g.out_row == g.n &&
          (g.dtype == KVL_DTYPE_F16 || g.dtype == KVL_DTYPE_BF16) &&
          aligned16(g.a, g.b, g.out) && g.m * g.k * 2 <= shared_optin - 1024;
 }

@@ -4,6 +4,7 @@
  *   x, out    f32 f16 bf16   [rows, dim]   out may be x
  *   residual  like x         [rows, dim]   optional
  *   weight    like x or f32  [dim]         bias like weight, optional; without a residual
+ * Rows of x, residual and out may be apart (row).
  * Rows of whole 16-byte packs up to 32768 16-bit numbers stay in registers; others are read
  * twice.
  *
@@ -43,7 +44,7 @@ template <int TEAM> __device__ __forceinline__ float team_sum(float x, float *su
 template <int TEAM, int PACKS, norm_kind KIND, class T, class W>
 __global__ void __launch_bounds__(TEAM ? ROW_THREADS : 512)
     rmsnorm_row(const T *x, T *residual, const W *weight, const W *bias, T *out, int64_t rows,
-                int dim, float eps) {
+                int64_t step, int dim, float eps) {
   constexpr bool RESIDUAL = KIND == NORM_RESIDUAL;
   constexpr int N = WIDE<T>;
   constexpr bool EARLY = PACKS <= 2;
@@ -59,11 +60,11 @@ __global__ void __launch_bounds__(TEAM ? ROW_THREADS : 512)
   auto has = [&](int p) { return valid && at(p) < dim; };
 #pragma unroll
   for (int p = 0; p < PACKS; p++)
-    if (has(p)) v[p] = load_pack<N>(x + row * dim + at(p));
+    if (has(p)) v[p] = load_pack<N>(x + row * step + at(p));
   if constexpr (RESIDUAL)
 #pragma unroll
     for (int p = 0; p < PACKS; p++)
-      if (has(p)) r[p] = load_pack<N>(residual + row * dim + at(p));
+      if (has(p)) r[p] = load_pack<N>(residual + row * step + at(p));
   if constexpr (EARLY)
 #pragma unroll
     for (int p = 0; p < PACKS; p++)
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(TEAM ? ROW_THREADS : 512)
 #pragma unroll
       for (int e = 0; e < N; e++)
         v[p].at[e] = from_float<T>(to_float(v[p].at[e]) + to_float(r[p].at[e]));
-      store_pack<N>(residual + row * dim + at(p), v[p]);
+      store_pack<N>(residual + row * step + at(p), v[p]);
     }
 #pragma unroll
     for (int e = 0; e < N; e++) {
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(TEAM ? ROW_THREADS : 512)
       if constexpr (KIND == NORM_LAYER) y += to_float(more.at[e]);
       v[p].at[e] = from_float<T>(y);
     }
-    store_pack<N>(out + row * dim + at(p), v[p]);
+    store_pack<N>(out + row * step + at(p), v[p]);
   }
 }
 
@@ -116,11 +117,11 @@ __global__ void __launch_bounds__(TEAM ? ROW_THREADS : 512)
 template <int N, class T, class W>
 __global__ void __launch_bounds__(ROW_THREADS)
     rmsnorm_any(const T *x, T *residual, const W *weight, const W *bias, T *out, int64_t rows,
-                int64_t dim, float eps) {
+                int64_t step, int64_t dim, float eps) {
   __shared__ float sums[WARP];
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    const T *from = x + row * dim;
-    T *sum_row = residual ? residual + row * dim : nullptr;
+    const T *from = x + row * step;
+    T *sum_row = residual ? residual + row * step : nullptr;
     float squares = 0, mean = 0;
     if (bias) {
       walk<N>(0, dim, threadIdx.x, ROW_THREADS, [&](auto w, int64_t i) {
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
 #pragma unroll
         for (int e = 0; e < n; e++) v[e] += g[e];
       }
-      store_floats(out + row * dim + i, v);
+      store_floats(out + row * step + i, v);
     });
   }
 }
@@ -169,7 +170,7 @@ template <int N, class T, class W>
 void start_any(const kvl_rmsnorm_args *g, const kvl_cuda_queue *q) {
   rmsnorm_any<N><<<grid(g->rows, 1, q, 32), ROW_THREADS, 0, q->stream>>>(
       (const T *)g->x, (T *)g->residual, (const W *)g->weight, (const W *)g->bias,
-      (T *)g->out, g->rows, g->dim, g->eps);
+      (T *)g->out, g->rows, g->row, g->dim, g->eps);
 }
 
 template <int TEAM, int PACKS, class T, class W>
@@ -182,7 +183,7 @@ void start(const kvl_rmsnorm_args *g, const kvl_cuda_queue *q) {
   auto launch = [&](auto kernel) {
     launch_programmatic(kernel, blocks, threads, 0, q, (const T *)g->x, (T *)g->residual,
                         (const W *)g->weight, (const W *)g->bias, (T *)g->out, g->rows,
-                        (int)g->dim, g->eps);
+                        g->row, (int)g->dim, g->eps);
   };
   if (g->residual) launch(rmsnorm_row<TEAM, PACKS, NORM_RESIDUAL, T, W>);
   else if (g->bias) launch(rmsnorm_row<TEAM, PACKS, NORM_LAYER, T, W>);
@@ -196,7 +197,7 @@ template <class T, class W> int rmsnorm_of(const kvl_rmsnorm_args *g, void *queu
   const int64_t packs = g->dim / N;
   /* From this many threads per row on, each takes more packs. Few rows get all threads. */
   const int64_t most = g->rows < 2 * q->sm_count ? 512 : g->residual ? 256 : 128;
-  if (g->dim % N || !aligned16(g->x, g->residual, g->weight, g->bias, g->out))
+  if (g->dim % N || g->row % N || !aligned16(g->x, g->residual, g->weight, g->bias, g->out))
     start_any<1, T, W>(g, q);
   else if (packs <= WARP / 2) start<WARP / 2, 1, T, W>(g, q); /* a head of 128 16-bit dims */
   else if (packs <= WARP) start<WARP, 1, T, W>(g, q);

@@ -1,8 +1,8 @@
 /* Chooses the experts of each row, as kvl_route says.
  *   logits   f32 f16 bf16  [rows, experts]
  *   bias     f32           [experts], optional
- *   chosen   i32           [rows, active]
- *   weights  f32           [rows, active]
+ *   chosen   i32           [rows, active + shared]
+ *   weights  f32           [rows, active + shared]
  * A warp takes a row. Choices are kept in shared memory as keys in the order of the numbers, 1
  * for NaN, and 0 for experts that can no longer be chosen.
  * Limit: a launch, and for many rows `active` passes over shared memory. */
@@ -77,26 +77,31 @@ __global__ void __launch_bounds__(ROUTE_WARPS *WARP)
   wait_for_previous();
   if (row >= g.rows) return;
   const T *const logits = (const T *)g.logits + row * n;
-  for (int e = lane; e < n; e += WARP) scores[e] = to_float(logits[e]);
+  for (int e = lane; e < n; e += WARP) {
+    scores[e] = to_float(logits[e]);
+    keys[e] = __float_as_uint(g.bias ? g.bias[e] : 0.f);
+  }
   __syncwarp();
   score_row(g.router.is_sigmoid, scores, n, lane);
   for (int e = lane; e < n; e += WARP)
-    keys[e] = 1 + order_key(g.bias ? scores[e] + g.bias[e] : scores[e]);
+    keys[e] = 1 + order_key(scores[e] + __uint_as_float(keys[e]));
   __syncwarp();
   if (g.router.open_groups < g.router.groups) close_groups(g.router, keys, worth, n, lane);
   float sum = 0.f;
   for (int j = 0; j < g.active; j++) {
     const int e = best_of(keys, n, lane);
     sum += scores[e];
-    if (lane == 0) {
-      g.chosen[row * g.active + j] = e;
-      keys[e] = 0;
-    }
+    if (lane == 0) worth[j] = e, keys[e] = 0;
     __syncwarp();
   }
   const float by = g.router.is_normed ? sum + 1e-20f : 1.f; /* all of them may be 0 */
-  for (int64_t j = row * g.active + lane; j < (row + 1) * g.active; j += WARP)
-    g.weights[j] = scores[g.chosen[j]] / by * g.router.factor;
+  const int64_t columns = g.active + g.router.shared;
+  for (int64_t j = lane; j < columns; j += WARP) {
+    const bool is_shared = j >= g.active;
+    const int e = is_shared ? n + (int)(j - g.active) : (int)worth[j];
+    g.chosen[row * columns + j] = e;
+    g.weights[row * columns + j] = is_shared ? 1.f : scores[e] / by * g.router.factor;
+  }
 }
 
 }  // namespace

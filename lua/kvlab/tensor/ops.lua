@@ -39,7 +39,8 @@ local function layer_of(what, summary, ctx)
 end
 
 --- x / rms(x) * weight. If a residual is given, residual += x comes first, and the sum is
--- what is normalised.
+-- what is normalised. If weight is shorter than a row, only the first numbers of a row are
+-- normalised, and out must be x.
 function M.rmsnorm(x, weight, eps, out, residual)
   expect_tensor("rmsnorm", "x", x)
   expect_tensor("rmsnorm", "weight", weight)
@@ -60,6 +61,17 @@ function M.layernorm(x, weight, bias, eps, out)
   if out ~= nil then expect_tensor("layernorm", "out", out) end
   out = out or tensor.open_like(x)
   check(C.kvl_layernorm(x, weight, bias, eps, out))
+  return out
+end
+
+--- A matrix for each head: x [tokens, heads, k + rest] times weight [heads, k, n], or
+-- [heads, n, k] if is_transposed. The numbers of x behind the first k follow unchanged.
+---@param out kvlab.Tensor  [tokens, heads, n + rest]
+function M.head_matmul(x, weight, out, is_transposed)
+  expect_tensor("head_matmul", "x", x)
+  expect_tensor("head_matmul", "weight", weight)
+  expect_tensor("head_matmul", "out", out)
+  check(C.kvl_head_matmul(x, weight, is_transposed and 1 or 0, out))
   return out
 end
 
@@ -115,21 +127,21 @@ local route = ffi.new "kvl_router"
 local ROUTE = {
   logits = needed, bias = a_tensor, active = options.count, is_sigmoid = options.boolean,
   is_normed = options.boolean, groups = options.count, open_groups = options.count,
-  factor = options.number, chosen = a_tensor, weights = a_tensor,
+  factor = options.number, shared = options.whole, chosen = a_tensor, weights = a_tensor,
 }
 
 function step.route(a)
-  local groups, logits = a.groups or 1, a.logits
+  local groups, shared, logits = a.groups or 1, a.shared or 0, a.logits
   local chosen, weights = a.chosen, a.weights
   if not (chosen and weights) then
     local given = chosen or weights
-    local shape = given and given:dims() or { logits:size(0), a.active or 1 }
+    local shape = given and given:dims() or { logits:size(0), (a.active or 1) + shared }
     chosen = chosen or tensor.tensor(logits.device, "i32", shape)
     weights = weights or tensor.tensor(logits.device, "f32", shape)
   end
   route.is_sigmoid, route.is_normed = a.is_sigmoid and 1 or 0, a.is_normed and 1 or 0
   route.groups, route.open_groups = groups, a.open_groups or groups
-  route.factor = a.factor or 1
+  route.shared, route.factor = shared, a.factor or 1
   check(C.kvl_route(logits, a.bias, route, chosen, weights))
   return chosen, weights
 end
@@ -140,9 +152,11 @@ end
 ---@param a table  logits; active (1), or chosen or weights, which say it; bias;
 --                 is_sigmoid; is_normed: weights are divided by their sum; factor (1) of
 --                 weights; groups (1) of neighbouring experts, of which the best
---                 open_groups (all) may be chosen from; chosen; weights
----@return kvlab.Tensor chosen   i32 [rows, active]
----@return kvlab.Tensor weights  f32 [rows, active]
+--                 open_groups (all) may be chosen from; shared (0): experts behind
+--                 those of logits, which every row chooses, too, with weight 1; chosen;
+--                 weights
+---@return kvlab.Tensor chosen   i32 [rows, active + shared]
+---@return kvlab.Tensor weights  f32 [rows, active + shared]
 function M.route(a)
   options.check("route", a, ROUTE)
   if #a.logits:dims() ~= 2 then
