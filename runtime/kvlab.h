@@ -880,11 +880,21 @@ int kvl_quantise_rows(const kvl_tensor *x, int is_ue8m0, const kvl_tensor *out,
  * may be x.
  *  x, out  f32 f16 bf16  [..., dim]   dim: a power of two up to 1024 */
 int kvl_hadamard(const kvl_tensor *x, double scale, const kvl_tensor *out);
-/* cache[place] = k, quantised as kvl_quantise_rows does. A token whose place is < 0 is
- * skipped. No two tokens may have the same place.
+/* Queries as kvl_mqa_logits takes them: each row of q quantised as kvl_quantise_rows does, and
+ * out_weights = weights * factor * its scale. If `rotates`, rows are rotated first, as by
+ * kvl_hadamard with dim^-0.5. out_weights may be weights.
+ *  q                     f32 f16 bf16  [rows, heads, dim]
+ *  weights, out_weights  f32           [rows, heads]
+ *  out                   f8e4m3        [rows, heads, dim] */
+int kvl_index_queries(const kvl_tensor *q, const kvl_tensor *weights, double factor,
+                      int rotates, int is_ue8m0, const kvl_tensor *out,
+                      const kvl_tensor *out_weights);
+/* cache[place] = k, quantised as kvl_quantise_rows does, after a rotation if `rotates` (see
+ * kvl_index_queries). A token whose place is < 0 is skipped. No two tokens may have the same
+ * place.
  *  k      f32 f16 bf16  [n, dim]
  *  cache  u8            [blocks, block_size * (dim + 4)] */
-int kvl_index_append(const kvl_tensor *k, const kvl_tensor *places, int is_ue8m0,
+int kvl_index_append(const kvl_tensor *k, const kvl_tensor *places, int rotates, int is_ue8m0,
                      const kvl_tensor *cache);
 /* Reads the keys and scales at the places in `places`. A number that is no place in the cache
  * gives zeros.

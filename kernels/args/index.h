@@ -5,13 +5,17 @@
 
 #include "base.h"
 
+/* rotates: rows of 32, 64 or 128 numbers become dim^-0.5 * H x first, as of hadamard. With
+ * weights, scales[r] becomes weights[r] * factor times the scale of row r. */
 struct kvl_quantise_rows_args {
   const void *x;
   void *out;
   float *scales;
+  const float *weights; /* optional */
   int64_t rows, dim;
+  float factor;
   int32_t dtype; /* of x */
-  int32_t is_ue8m0;
+  int32_t is_ue8m0, rotates;
 };
 
 /* A row whose largest |x| is amax gets the scale max(amax, KVL_INDEX_AMAX_LEAST) / 448, with
@@ -19,6 +23,9 @@ struct kvl_quantise_rows_args {
  * positive f32 rounded up to a power of two: */
 #define KVL_UE8M0_BITS(bits) (((bits) + 0x007FFFFFu) & 0x7F800000u)
 #define KVL_INDEX_AMAX_LEAST 1e-4f
+/* The most numbers of a row that is rotated, and dim^-0.5 in f32. */
+#define KVL_INDEX_DIM_MOST 128
+#define KVL_INDEX_TURN(dim) ((float)(1.0 / sqrt((double)(dim))))
 struct kvl_hadamard_args {
   const void *x;
   void *out;
@@ -41,7 +48,7 @@ struct kvl_index_append_args {
   const int64_t *places;
   int64_t n;
   int32_t dtype; /* of k */
-  int32_t is_ue8m0;
+  int32_t is_ue8m0, rotates;
 };
 struct kvl_index_gather_args {
   struct kvl_index_view cache;

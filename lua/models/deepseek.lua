@@ -338,7 +338,7 @@ local function index_views(c, device, buffers, n, latents)
   all[#all + 1], all[#all + 2] = keys, weights
   return { latents = all, keys = keys, weights = weights, q = q,
            given = { q = q:reshape { n, index.heads, index.dim }, k = keys,
-                     weights = weights } }
+                     weights = weights, scale = index.scale } }
 end
 
 --- Activations of a step of n tokens.
@@ -350,7 +350,8 @@ function Model:views(buffers, n)
   local sizes = c.q_rank and { c.q_rank, c.head_dim } or { c.head_dim }
   local s = {
     x = buffers.x:narrow(0, n), h = buffers.h:narrow(0, n),
-    gated = buffers.gated:narrow(0, n), latents = parts.outputs(buffers.latents, n, sizes),
+    gated = buffers.gated:narrow(0, n),
+    latents = parts.outputs(buffers.latents, n, sizes),
     q_rows = buffers.q:narrow(0, n), q = by_head("q", c.nope + c.turned),
     absorbed = by_head("absorbed", c.head_dim),
     attended = by_head("attended", c.value_dim), values = by_head("values", c.v_dim),
@@ -365,10 +366,9 @@ end
 
 --- The indexer's keys, queries and weights. x was multiplied for it with the latents'
 -- matrix.
-local function compute_index(self, w, s, index)
+local function compute_index(w, s, index)
   linear(s.q_latent, w.index_q, index.q, "plain", w.q_norm, LATENT_EPS)
   kv.ops.layernorm(index.keys, w.index_norm, w.index_bias, LATENT_EPS, index.keys)
-  index.weights:mul(self.config.index.scale, index.weights)
   return index.given
 end
 
@@ -387,7 +387,7 @@ local function attend(self, i, w, s, attention)
   else
     linear(s.x, w.q, s.q_rows, "plain", w.norm, c.eps)
   end
-  index = index and compute_index(self, w, s, index)
+  index = index and compute_index(w, s, index)
   if attention:expands(self.matrices[i]) then
     attention:forward(i, s.q, s.k, nil, s.values, index, self.matrices[i])
     return

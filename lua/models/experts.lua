@@ -49,8 +49,9 @@ end
 ---@param values table     as config.read gave them
 ---@param c table          the family's config, with layers, hidden and inner
 ---@param is_stacked? any  the matrices of a layer's experts are one tensor, as in GGUF
----@return table   # count, active, inner; shared: how many shared ones; is_normed: the weights of the chosen ones sum
---                  to 1; is_in: by layer from 0, whether it has experts
+---@return table   # count, active, inner; shared: how many shared ones; is_normed: the
+--                  weights of the chosen ones sum to 1; is_in: by layer from 0, whether
+--                  it has experts
 function M.config(path, values, c, is_stacked)
   local is_mixtral = values.model_type == "mixtral"
   local count, name = count_of(path, values, is_mixtral and 8 or 128)

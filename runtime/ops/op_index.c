@@ -50,8 +50,37 @@ int kvl_quantise_rows(const kvl_tensor *x, int is_ue8m0, const kvl_tensor *out,
   kvl__expect_shape_of(&c, "out", out, "x", x);
   kvl__expect_shape_of(&c, "scales", scales, "x without its last dim", &row);
   if (c.status < 0) return c.status;
-  struct kvl_quantise_rows_args args = {
-      x->ptr, out->ptr, scales->ptr, rows_of(x), kvl__dim(&c, "dim"), x->dtype, !!is_ue8m0};
+  struct kvl_quantise_rows_args args = {.x = x->ptr,
+                                        .out = out->ptr,
+                                        .scales = scales->ptr,
+                                        .rows = rows_of(x),
+                                        .dim = kvl__dim(&c, "dim"),
+                                        .dtype = x->dtype,
+                                        .is_ue8m0 = !!is_ue8m0};
+  return KVL__LAUNCH(&c, quantise_rows, args);
+}
+
+int kvl_index_queries(const kvl_tensor *q, const kvl_tensor *weights, double factor,
+                      int rotates, int is_ue8m0, const kvl_tensor *out,
+                      const kvl_tensor *out_weights) {
+  struct kvl__call c = {.op = "index_queries"};
+  kvl__vector_arg(&c, "q", q, KVL__FLOAT, "rows heads dim");
+  expect_dim(&c);
+  kvl__arg(&c, "weights", weights, KVL__F32, "rows heads");
+  kvl__vector_arg(&c, "out", out, KVL__F8, "rows heads dim");
+  kvl__arg(&c, "out_weights", out_weights, KVL__F32, "rows heads");
+  if (!isfinite(factor)) kvl__call_fail(&c, "factor is %g, expected a finite number", factor);
+  if (c.status < 0) return c.status;
+  struct kvl_quantise_rows_args args = {.x = q->ptr,
+                                        .out = out->ptr,
+                                        .scales = out_weights->ptr,
+                                        .weights = weights->ptr,
+                                        .rows = rows_of(q),
+                                        .dim = kvl__dim(&c, "dim"),
+                                        .factor = (float)factor,
+                                        .dtype = q->dtype,
+                                        .is_ue8m0 = !!is_ue8m0,
+                                        .rotates = !!rotates};
   return KVL__LAUNCH(&c, quantise_rows, args);
 }
 
@@ -72,7 +101,7 @@ int kvl_hadamard(const kvl_tensor *x, double scale, const kvl_tensor *out) {
   return KVL__LAUNCH(&c, hadamard, args);
 }
 
-int kvl_index_append(const kvl_tensor *k, const kvl_tensor *places, int is_ue8m0,
+int kvl_index_append(const kvl_tensor *k, const kvl_tensor *places, int rotates, int is_ue8m0,
                      const kvl_tensor *cache) {
   struct kvl__call c = {.op = "index_append"};
   kvl__vector_arg(&c, "k", k, KVL__FLOAT, "n dim");
@@ -80,8 +109,8 @@ int kvl_index_append(const kvl_tensor *k, const kvl_tensor *places, int is_ue8m0
   kvl__arg(&c, "places", places, KVL__I64, "n");
   struct kvl_index_view view = cache_arg(&c, cache);
   if (c.status < 0) return c.status;
-  struct kvl_index_append_args args = {view,        k->ptr,   places->ptr,
-                                       k->shape[0], k->dtype, !!is_ue8m0};
+  struct kvl_index_append_args args = {view,     k->ptr,     places->ptr, k->shape[0],
+                                       k->dtype, !!is_ue8m0, !!rotates};
   return KVL__LAUNCH(&c, index_append, args);
 }
 

@@ -18,7 +18,8 @@ local function reference(tokens, heads, k, n, rest, is_transposed, x, weight)
       for j = 0, n - 1 do
         local sum = 0
         for i = 0, k - 1 do
-          sum = sum + xs[at + i + 1] * ws[of + (is_transposed and j * k + i or i * n + j) + 1]
+          local w = is_transposed and j * k + i or i * n + j
+          sum = sum + xs[at + i + 1] * ws[of + w + 1]
         end
         out[#out + 1] = sum
       end
@@ -29,9 +30,11 @@ local function reference(tokens, heads, k, n, rest, is_transposed, x, weight)
 end
 
 describe("head_matmul", function()
-  -- Few tokens of whole packs of eight, and what does not fit that: tokens, heads, k, n, rest.
-  for _, size in ipairs { { 1, 3, 24, 40, 8 }, { 2, 2, 192, 512, 64 }, { 5, 1, 512, 128, 0 },
-                          { 9, 4, 40, 72, 16 }, { 16, 2, 128, 64, 0 }, { 17, 3, 64, 32, 8 },
+  -- Few tokens of whole packs of eight, and what does not fit that: tokens, heads, k, n,
+  -- rest.
+  for _, size in ipairs { { 1, 3, 24, 40, 8 }, { 2, 2, 192, 512, 64 },
+                          { 5, 1, 512, 128, 0 }, { 9, 4, 40, 72, 16 },
+                          { 16, 2, 128, 64, 0 }, { 17, 3, 64, 32, 8 },
                           { 60, 2, 48, 24, 8 }, { 3, 2, 7, 5, 3 }, { 1, 1, 8, 8, 3 },
                           { 4, 2, 16, 0, 8 }, { 0, 2, 8, 8, 8 } } do
     for _, dtype in ipairs { "f32", "bf16", "f16" } do
@@ -53,13 +56,15 @@ describe("head_matmul", function()
   end
 
   it("refuses shapes that do not fit, and memory that is shared", function()
-    local x, weight = kv.zeros(cpu, "f32", { 2, 3, 10 }), kv.zeros(cpu, "f32", { 3, 8, 4 })
+    local x = kv.zeros(cpu, "f32", { 2, 3, 10 })
+    local weight = kv.zeros(cpu, "f32", { 3, 8, 4 })
     local out = kv.zeros(cpu, "f32", { 2, 3, 6 })
     local function fails(a, b, c, is_transposed, ...)
       S.fails(kv.C.kvl_head_matmul(a, b, is_transposed and 1 or 0, c), "head_matmul", ...)
     end
     fails(x, weight, kv.zeros(cpu, "f32", { 2, 3, 4 }), false,
-      "out has 4 numbers a head, expected 6", "4 of the product, and 2 of x behind the first 8")
+      "out has 4 numbers a head, expected 6",
+      "4 of the product, and 2 of x behind the first 8")
     fails(x, kv.zeros(cpu, "f32", { 3, 12, 4 }), out, false,
       "x has 10 numbers a head, expected at least the 12 of weight")
     fails(x, kv.zeros(cpu, "f32", { 2, 8, 4 }), out, false, "weight is f32 [2, 8, 4]",

@@ -38,13 +38,13 @@ describe("appending index keys", function()
     local cpu = kv.device "cpu"
     local k, places = kv.zeros(cpu, "f32", { 2, 64 }), kv.zeros(cpu, "i64", { 2 })
     local function cache(bytes) return kv.zeros(cpu, "u8", { 3, bytes }) end
-    support.fails(kv.C.kvl_index_append(k, places, 0, cache(100)), "cache", "100", "68")
-    support.fails(kv.C.kvl_index_append(k, places, 0, cache(0)), "cache", "68")
-    local odd = kv.zeros(cpu, "f32", { 2, 48 })
-    support.fails(kv.C.kvl_index_append(odd, places, 0, cache(52)), "dim is 48",
-      "32, 64 or 128")
-    support.fails(kv.C.kvl_index_append(k, places:cast "i32", 0, cache(68)), "places",
-      "i64")
+    local function fails(keys, at, bytes, ...)
+      support.fails(kv.C.kvl_index_append(keys, at, 0, 0, cache(bytes)), ...)
+    end
+    fails(k, places, 100, "cache", "100", "68")
+    fails(k, places, 0, "cache", "68")
+    fails(kv.zeros(cpu, "f32", { 2, 48 }), places, 52, "dim is 48", "32, 64 or 128")
+    fails(k, places:cast "i32", 68, "places", "i64")
   end)
 end)
 

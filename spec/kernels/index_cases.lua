@@ -31,7 +31,7 @@ function M.append(dev, c)
   local i = M.inputs(c)
   local cache = support.poisoned(dev, "u8", { BLOCKS, c.block_size * (c.dim + 4) })
   local places = kv.from(dev, "i64", { c.n }, i.places)
-  kv.check(kv.C.kvl_index_append(i.k:to(dev), places, 0, cache))
+  kv.check(kv.C.kvl_index_append(i.k:to(dev), places, 0, 0, cache))
   return cache, places
 end
 

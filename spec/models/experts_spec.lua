@@ -99,7 +99,8 @@ describe("a layer of experts", function()
     local hidden, inner, many = 8, 16, 70
     local x = { count = 4, active = 1, inner = inner, shared = 2, is_sigmoid = true,
                 is_in = {} }
-    local c, mlp, seed = { layers = 1, hidden = hidden, inner = inner, experts = x }, {}, 0
+    local c = { layers = 1, hidden = hidden, inner = inner, experts = x }
+    local mlp, seed = {}, 0
     local w = experts.load(function(name, shape)
       seed = seed + 1
       local part = name:match "shared_experts%.(%l+)_proj"

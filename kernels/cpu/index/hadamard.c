@@ -5,24 +5,8 @@
  * multiplies by scale. Exact: every device gives these bits.
  * Limit: log2(dim) additions per element. */
 #include "args/index.h"
+#include "cpu/index/quantise.h"
 #include "cpu/split.h"
-#include "cpu/vec.h"
-
-enum { HADAMARD_DIM_MAX = 1024 };
-
-static inline KVL_HOT void hadamard_row(const void *x, void *out, int dim, float scale,
-                                        const int dtype) {
-  float v[HADAMARD_DIM_MAX] __attribute__((aligned(64)));
-  for (int d = 0; d < dim; d++) v[d] = f32_load(x, d, dtype);
-  for (int apart = 1; apart < dim; apart *= 2)
-    for (int first = 0; first < dim; first += 2 * apart)
-      for (int d = first; d < first + apart; d++) {
-        float a = v[d], b = v[d + apart];
-        v[d] = a + b;
-        v[d + apart] = a - b;
-      }
-  for (int d = 0; d < dim; d++) f32_store(out, d, v[d] * scale, dtype);
-}
 
 static int rows_piece(const void *args, int64_t begin, int64_t end) {
   const struct kvl_hadamard_args *a = args;

@@ -14,8 +14,8 @@ static int tokens_piece(const void *args, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i++) {
     struct index_place to = index_of_place(&a->cache, a->places[i]);
     if (!to.key) continue;
-    KVL_BY_FLOAT(a->dtype, *to.scale = quantise_row(at_const(a->k, i * dim, D), to.key, dim,
-                                                    a->is_ue8m0, D))
+    KVL_BY_FLOAT(a->dtype, *to.scale = index_row(at_const(a->k, i * dim, D), to.key, dim,
+                                                 a->rotates, a->is_ue8m0, D))
   }
   return 0;
 }

@@ -560,21 +560,36 @@ template <class T, class shape, class H> struct latent_few {
   }
   /* Writes four neighbours of row r. */
   __device__ __forceinline__ void write(int r, int dim, float m_, float sum, float (&x)[4]) {
-    const int D = a.cache.value.dim;
     const bool mends = H::HIDES && __float_as_int(sum) < 0;
-    sum = fabsf(sum);
-    if (w.part < 0) {
-      const int64_t row = w.rows().row(a, r);
-      if (dim == 0) plan.notes[row] = mends;
-      if (writes_row(a, mends)) write_row(a, end_row(a, row, m_, sum), row, dim, x);
-      return;
-    }
-    const int64_t row = (int64_t)w.part * plan.rows + r;
-    const float scale = sum == 0.f ? 0.f : 1.f / sum;
+    const int64_t row = w.rows().row(a, r);
+    if (dim == 0) plan.notes[row] = mends;
+    if (writes_row(a, mends)) write_row(a, end_row(a, row, m_, fabsf(sum)), row, dim, x);
+  }
+  /* Writes this thread's part of a partial result. What runs once is short code, and waits for
+   * nobody. */
+  __device__ __forceinline__ void write_part() {
+    const float *const maxima = memory.told[0], *const sums = memory.told[1];
+    const int D = a.cache.value.dim, dim = half * BLOCKS * 64 + warp * 16 + lane / 4;
+    const int64_t first = (int64_t)w.part * plan.rows;
 #pragma unroll
-    for (float &y : x) y *= scale;
-    store_floats(plan.out + row * D + dim, x);
-    if (dim == 0) plan.lse[row] = mends ? NAN : sum == 0.f ? -INFINITY : m_ + log2f(sum);
+    for (int i = 0; i < N / 4; i++) {
+      const int r = i / 2 * 8 + pair + i % 2, at = i / 2 * 4 + i % 2;
+      if (r >= w.heads_each) continue;
+      const float sum = fabsf(sums[r]), scale = sum == 0.f ? 0.f : 1.f / sum;
+      float *const to = plan.out + (first + r) * D + dim;
+#pragma unroll
+      for (int b = 0; b < BLOCKS; b++) {
+        if (dim + b * 64 < D) to[b * 64] = out[b][at] * scale;
+        if (dim + b * 64 + 8 < D) to[b * 64 + 8] = out[b][at + 2] * scale;
+      }
+    }
+    const int r = threadIdx.x % WARPGROUP;
+    if (half > 0 || r >= w.heads_each) return;
+    const float sum = sums[r];
+    const bool mends = H::HIDES && __float_as_int(sum) < 0;
+    plan.lse[first + r] = mends        ? NAN
+                          : sum == 0.f ? -INFINITY
+                                       : maxima[r] + log2f(fabsf(sum));
   }
   __device__ __forceinline__ void write_work() {
     const float *const maxima = memory.told[0], *const sums = memory.told[1];
@@ -585,6 +600,10 @@ template <class T, class shape, class H> struct latent_few {
     if constexpr (H::HIDES) {
       mark_rows();
       named_sync(1, BOTH);
+    }
+    if (w.part >= 0) {
+      write_part();
+      return named_sync(1, BOTH);
     }
     float *const rows = memory.partial(half);
     const int thread = threadIdx.x % WARPGROUP;
@@ -653,13 +672,15 @@ __device__ __forceinline__ void attend_latents(const kvl_paged_attention_args &a
     prefetch_map(&maps.last);
     memory.init(plan);
   }
-  __syncthreads();
   ask_for_tables(a);
-  wait_for_previous();
-  let_next_start();
   /* warp is the same in all lanes; the shuffle tells the compiler so. */
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
+  if (warp != shape::FINDER) {
+    begin_after_others();
+    let_next_start();
+  }
   if (warpgroup == 1 || warpgroup == 2) {
+    wait_for_previous(); /* a second time it costs nothing; tools/early_writes.lua sees it */
     registers_take<shape::TAKE>();
     if constexpr (shape::FEW)
       latent_few<T, shape, H>(a, plan, hook, memory, warpgroup - 1).attend();
@@ -669,7 +690,7 @@ __device__ __forceinline__ void attend_latents(const kvl_paged_attention_args &a
     registers_give<shape::GIVE>();
     if constexpr (shape::F8)
       latent_converter<T, shape>(a, plan, memory, warp < 4 ? warp : warp - 8).bring();
-    else if (warp == 3) find_work(a, plan, memory);
+    else if (warp == shape::FINDER) find_work(a, plan, memory);
     else if (plan.box == 0 && warp < 2) bring_latents(a, plan, memory, warp);
     else if (warp == 0) bring_boxes(a, maps, plan, memory);
     else bring_queries<T>(a, memory, 2 - warp, plan.box == 0 ? 1 : 2);

@@ -19,6 +19,7 @@ template <int ROWS_, bool F8_ = false> struct latent_shape {
    * rows they are two warpgroups; with many rows, products of 256 columns need more
    * registers than that would leave. */
   static constexpr int COPIERS = !F8 ? 2 : FEW ? 8 : 4;
+  static constexpr int FINDER = F8 && FEW ? 15 : WORK_FINDER;
   static constexpr int THREADS = WARPGROUP * (CONSUMERS + (F8 && FEW ? 2 : 1));
   /* Few rows leave an SM registers for a thread block of wgmma_combine, as in wgmma_shape. */
   static constexpr int REGISTERS = FEW ? (F8 ? 104 : 128) : 168;

@@ -387,13 +387,15 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
     prefetch_map(&maps.rows);
     memory.init(plan, BIASED ? 1.f : a.scale * LOG2E);
   }
-  __syncthreads();
   ask_for_tables(a);
-  wait_for_previous();
-  if (shape::JOIN_BESIDE || plan.shares == 0) let_next_start();
   /* warp is the same in all lanes; the shuffle tells the compiler so. */
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
+  if (warp != WORK_FINDER) {
+    begin_after_others();
+    if (shape::JOIN_BESIDE || plan.shares == 0) let_next_start();
+  }
   if (warpgroup > 0 && warpgroup <= shape::CONSUMERS) {
+    wait_for_previous(); /* a second time it costs nothing; tools/early_writes.lua sees it */
     if (warpgroup > plan.consumers) return;
     registers_take<shape::TAKE>();
     wgmma_consumer<T, shape, BIASED, H>(a, plan, hook, memory, warpgroup - 1).attend();
@@ -410,7 +412,7 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
   if constexpr (shape::BY_ROW) {
     if (warpgroup > 0) bring_rows<shape>(a, plan, memory, warp % 2, warp % 4 / 2);
     else if (warp == 2) bring_queries<T, shape>(a, memory);
-    else if (warp == 3) find_work<shape>(a, plan, memory);
+    else if (warp == WORK_FINDER) find_work<shape>(a, plan, memory);
     return;
   }
   constexpr bool BOXES = shape::BOXES && !H::ACTIVE; /* nothing else comes here */

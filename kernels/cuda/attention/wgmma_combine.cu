@@ -23,8 +23,8 @@ struct combined_item {
     rows = w.rows();
     beside = lane % plan.side;
     if (w.tokens == 0) rows.count = 0;
-    if (rows.count == 0) return;
     wait_for_previous(); /* after the first time this costs nothing */
+    if (rows.count == 0) return;
     const wgmma_cut cut = plan.cuts[item];
     share = cut.share, count = cut.count;
   }

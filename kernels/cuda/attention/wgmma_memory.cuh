@@ -10,6 +10,8 @@
 
 namespace kvl {
 
+constexpr int WORK_FINDER = 3; /* the warp that finds the work */
+
 #if KVL_SM90A
 
 /* What a bias of a query row depends on: the head (for a hook, the head in the group), its
@@ -161,7 +163,8 @@ __device__ __forceinline__ void ask_for_tables(const kvl_paged_attention_args &a
   if (a.starts && number * 32 < a.seqs) prefetch_l2(a.starts + number * 32);
 }
 
-/* One warp finds the work, up to SLOTS pieces ahead, and calls then(work) for each. */
+/* One warp finds the work, up to SLOTS pieces ahead, and calls then(work) for each. All others
+ * have called begin_after_others. */
 template <class shape, template <class> class Memory, class F>
 __device__ __forceinline__ void find_work(const kvl_paged_attention_args &a,
                                           const wgmma_plan &plan, Memory<shape> &memory,
@@ -178,8 +181,12 @@ __device__ __forceinline__ void find_work(const kvl_paged_attention_args &a,
     n++;
     if (w.tokens > 0) then(w);
   };
-  if (plan.shares > 0) each_piece<shape>(a, plan, give);
-  else each_item<shape>(a, plan, give);
+  if (plan.shares > 0) {
+    each_piece<shape>(a, plan, give);
+  } else {
+    begin_after_others();
+    each_item<shape>(a, plan, give);
+  }
   wgmma_work none;
   none.tokens = 0;
   give(none);

@@ -24,6 +24,7 @@
 #include "cuda/block_scan.cuh"
 #include "cuda/divide.cuh"
 #include "cuda/hopper.cuh"
+#include "cuda/programmatic.cuh"
 #include "cuda/strip.cuh"
 #include "cuda/attention/paged_output.cuh"
 
@@ -158,18 +159,24 @@ struct wgmma_plan {
   }
 };
 
-/* Share c of n begins at tile total * c / n. (If only the first shares had one tile more,
- * tiles of tokens of one sequence would not read the same keys at the same time.) */
-__host__ __device__ __forceinline__ uint32_t share_begin(uint32_t total, uint32_t c,
-                                                         uint32_t n) {
-  const uint32_t per = total / n; /* the rest is below n: 32 bits hold rest * c */
-  return per * c + (total - per * n) * c / n;
-}
+/* The tiles of share c of n, which begins at tile total * c / n. (If only the first shares had
+ * one tile more, tiles of tokens of one sequence would not read the same keys at the same
+ * time.) */
+struct share_tiles {
+  uint32_t begin, end;
+  __device__ __forceinline__ share_tiles(uint32_t total, uint32_t c, uint32_t n) {
+    const uint32_t per = total / n, rest = total - per * n; /* 32 bits hold rest * c */
+    const uint32_t before = rest * c / n;
+    begin = per * c + before;
+    end = begin + per + (rest * c - before * n + rest >= n);
+  }
+};
 __device__ __forceinline__ uint32_t share_of(uint32_t total, uint32_t tile, uint32_t n) {
   return (uint32_t)((((uint64_t)tile + 1) * n + total - 1) / total) - 1;
 }
 __device__ __forceinline__ uint32_t shares_used(const wgmma_plan &plan, uint32_t total) {
-  return max(min(total / plan.least, (uint32_t)plan.shares), 1u);
+  const uint32_t most = plan.least > 1 ? total / plan.least : total;
+  return max(min(most, (uint32_t)plan.shares), 1u);
 }
 
 /* How many of 0 ... n-1 satisfy `holds`, which is true up to some index and false after it. A
@@ -198,13 +205,17 @@ struct wgmma_work {
 
   wgmma_work() = default;
 
-  /* The tokens of an entry; every thread by itself. */
-  __device__ wgmma_work(const kvl_paged_attention_args &a, const wgmma_plan &plan, int entry)
+  /* The tokens of an entry; every thread by itself. If the entry is a sequence's one new token,
+   * the length of the sequence may be `known`; -1: it is to be read. */
+  __device__ wgmma_work(const kvl_paged_attention_args &a, const wgmma_plan &plan, int entry,
+                        int known = -1)
       : tokens(0), part(-1) {
-    if (!a.starts) { /* one new token a sequence */
+    int all; /* the length of the sequence */
+    if (!a.starts) {
       token0 = seq = entry;
       tokens = 1;
-      index0 = a.lens[seq] - 1;
+      all = known < 0 ? a.lens[seq] : known;
+      index0 = all - 1;
     } else {
       /* The tiles of sequence s have numbers from starts[s] / tokens_tile + s on. */
       int low = 0, high = (int)a.seqs;
@@ -219,9 +230,10 @@ struct wgmma_work {
       token0 = start + (entry - ((int)plan.by_tile.quotient(start) + seq)) * plan.tokens_tile;
       if (token0 >= end) return;
       tokens = min(plan.tokens_tile, end - token0);
-      index0 = a.lens[seq] - (end - token0);
+      all = a.lens[seq];
+      index0 = all - (end - token0);
     }
-    length = (int)min((int64_t)a.lens[seq], a.max_blocks * a.cache.block_size);
+    length = (int)min((int64_t)all, a.max_blocks * a.cache.block_size);
   }
 
   /* rows: that an item has at most. */
@@ -369,18 +381,18 @@ struct whole_items {
   }
 };
 
-/* Calls give(work) for the pieces of this thread block's share. A warp calls it; its lanes
- * look at 32 entries together. */
+/* Calls give(work) for the pieces of this thread block's share, until it returns false. A warp
+ * calls it; its lanes look at 32 entries together. known: see wgmma_work. */
 template <class shape, class F>
-__device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &plan,
-                           F give) {
+__device__ __forceinline__ void find_pieces(const kvl_paged_attention_args &a,
+                                            const wgmma_plan &plan, int known, F give) {
   const int lane = threadIdx.x % WARP, groups = plan.groups();
   const int share = blockIdx.x / plan.side, beside = blockIdx.x - share * plan.side;
   wgmma_work w;
   uint32_t mine, upto; /* tiles in all lanes: of this entry; of the entries up to it */
   auto look = [&](int entries) {
     w.tokens = 0;
-    if (entries + lane < plan.entries) w = wgmma_work(a, plan, entries + lane);
+    if (entries + lane < plan.entries) w = wgmma_work(a, plan, entries + lane, known);
     if (w.tokens > 0) w.set_tiles<shape>(a, plan, false);
     mine = w.tokens > 0 ? w.tiles * groups : 0;
     upto = warp_scan(mine);
@@ -390,17 +402,20 @@ __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &
   for (int e = 0; e < plan.entries; e += WARP) {
     look(e);
     total += __shfl_sync(ALL_LANES, upto, WARP - 1);
-    there += __popc(__ballot_sync(ALL_LANES, w.tokens > 0));
-    longest = __reduce_max_sync(ALL_LANES, w.tokens > 0 ? w.tiles : longest);
-    shortest = __reduce_min_sync(ALL_LANES, w.tokens > 0 ? w.tiles : shortest);
+    if constexpr (!shape::LATENTS) {
+      there += __popc(__ballot_sync(ALL_LANES, w.tokens > 0));
+      longest = __reduce_max_sync(ALL_LANES, w.tokens > 0 ? w.tiles : longest);
+      shortest = __reduce_min_sync(ALL_LANES, w.tokens > 0 ? w.tiles : shortest);
+    }
   }
   const int shares = shares_used(plan, total);
   whole_items whole;
   if (!shape::LATENTS && total > 0)
     whole = whole_items(a, plan, there, longest, shortest, total, shares);
   if (total == 0 || (share >= shares && whole.rounds == 0)) return;
-  uint32_t at = share_begin(total, share, shares), before = 0;
-  const uint32_t end = share_begin(total, share + 1, shares);
+  const share_tiles tiles(total, share, shares);
+  uint32_t at = tiles.begin, before = 0;
+  const uint32_t end = tiles.end;
   for (int e = 0, entries = 0; whole.rounds > 0 ? e < plan.entries : at < end; e += WARP) {
     if (plan.entries > WARP) look(e);
     const unsigned have = __ballot_sync(ALL_LANES, w.tokens > 0);
@@ -426,7 +441,7 @@ __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &
         from = __ffs(__ballot_sync(ALL_LANES, before + upto > at)) - 1;
         piece = w.of_lane(from);
         const uint32_t first = before + __shfl_sync(ALL_LANES, upto - mine, from);
-        const int group = (at - first) / piece.tiles;
+        const int group = groups > 1 ? (at - first) / piece.tiles : 0;
         const int begin = (at - first) - group * piece.tiles;
         const int count = min(piece.tiles - begin, (int)(end - at));
         to_lane = group * plan.side + beside;
@@ -438,7 +453,7 @@ __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &
         begins = begin == 0;
       }
       piece.set_lane(a, plan, to_lane, shape::ROWS);
-      give(piece);
+      if (!give(piece)) return;
       if (begins && lane == 0)
         plan.cuts[(e + from) * plan.lanes + to_lane] = {
             (uint16_t)share,
@@ -447,6 +462,45 @@ __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &
     before = here;
     entries += __popc(have);
   }
+}
+
+/* Calls give(work) for the pieces of this thread block's share. A warp calls it, while the others
+ * set up the block's memory and meet it at a barrier. To find the first piece takes long,
+ * mostly because its instructions come from memory, so a decode step of up to 32 sequences
+ * guesses: it finds the piece before it waits for earlier kernels, and again if lengths have
+ * changed since. */
+__device__ __forceinline__ void begin_after_others() {
+  __syncthreads();
+  wait_for_previous();
+}
+template <class shape, class F>
+__device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &plan,
+                           F give) {
+  const int lane = threadIdx.x % WARP;
+  const bool has = lane < a.seqs;
+  bool early = !a.starts && plan.entries <= WARP, found;
+  int length = -1; /* of the lane's sequence; -1: not known */
+  if (!early) begin_after_others();
+  else if (has) length = max(read_early(a.lens + lane), 0);
+  /* Waits the first time, and says whether the guess was right. */
+  auto holds = [&] {
+    const int before = length;
+    if (early) {
+      begin_after_others();
+      if (has) length = max(a.lens[lane], 0);
+      early = false;
+    }
+    wait_for_previous(); /* a second time it costs nothing; tools/early_writes.lua sees it */
+    return (bool)__all_sync(ALL_LANES, length == before);
+  };
+  do {
+    found = true;
+    find_pieces<shape>(a, plan, length, [&](const wgmma_work &w) {
+      found = holds();
+      if (found) give(w);
+      return found;
+    });
+  } while (!found || !holds());
 }
 
 }  // namespace kvl

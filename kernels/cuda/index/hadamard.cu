@@ -5,6 +5,7 @@
  * by scale at the end, so the bits equal the CPU's.
  * Bytes   2 * rows * dim * element; limit: memory */
 #include "args/index.h"
+#include "cuda/index/index.cuh"
 #include "cuda/programmatic.cuh"
 
 namespace kvl {
@@ -27,21 +28,7 @@ __global__ void __launch_bounds__(HADAMARD_THREADS) hadamard(kvl_hadamard_args a
       const int64_t at = first + i * WARP + lane;
       v[i] = at < count ? to_float(((const T *)a.x)[at]) : 0.f;
     }
-    for (int apart = 1; apart < across; apart *= 2)
-#pragma unroll
-      for (int i = 0; i < PER; i++) {
-        const float other = __shfl_xor_sync(ALL_LANES, v[i], apart);
-        v[i] = lane & apart ? other - v[i] : v[i] + other;
-      }
-#pragma unroll
-    for (int apart = 1; apart < PER; apart *= 2)
-#pragma unroll
-      for (int i = 0; i < PER; i++) {
-        if (i & apart) continue;
-        const float low = v[i], high = v[i + apart];
-        v[i] = low + high;
-        v[i + apart] = low - high;
-      }
+    hadamard_lanes(v, across);
 #pragma unroll
     for (int i = 0; i < PER; i++) {
       const int64_t at = first + i * WARP + lane;

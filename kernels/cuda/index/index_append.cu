@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(QUANTISE_THREADS) index_append(kvl_index_appen
     const index_place to = index_of_place(a.cache, a.places[i]);
     if (!to.key) continue;
     const int dim = a.cache.dim;
-    const float scale = quantise_row<4>((const T *)a.k + i * dim, to.key, dim, a.is_ue8m0);
+    const float scale = index_row<4>((const T *)a.k + i * dim, to.key, dim, a.rotates,
+                                     a.is_ue8m0);
     if (threadIdx.x % WARP == 0) *to.scale = scale;
   }
 }

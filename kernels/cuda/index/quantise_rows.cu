@@ -2,7 +2,8 @@
  *   x       f32 f16 bf16  [rows, dim]
  *   out     f8e4m3        [rows, dim]   x / scale, saturating
  *   scales  f32           [rows]        max(amax, 1e-4) / 448; is_ue8m0: rounded up to 2^e
- * One warp handles one row. Exact: a division and a rounding.
+ *   weights f32           [rows]        optional: scales *= weights * factor
+ * With `rotates`, x is rotated first, as by hadamard, and rounded to its dtype. One warp handles one row. Exact: a division and a rounding.
  * Bytes   rows * dim * (element of x + 1); limit: memory
  * Source  DeepSeek's act_quant */
 #include "args/index.h"
@@ -19,9 +20,12 @@ __global__ void __launch_bounds__(QUANTISE_THREADS) quantise_rows(kvl_quantise_r
   wait_for_previous();
   for (int64_t row = blockIdx.x * (int64_t)WARPS + threadIdx.x / WARP; row < a.rows;
        row += (int64_t)gridDim.x * WARPS) {
-    const float scale = quantise_row<N>((const T *)a.x + row * a.dim,
-                                        (uint8_t *)a.out + row * a.dim, a.dim, a.is_ue8m0);
-    if (threadIdx.x % WARP == 0) a.scales[row] = scale;
+    const float scale = index_row<N>((const T *)a.x + row * a.dim,
+                                     (uint8_t *)a.out + row * a.dim, a.dim, a.rotates,
+                                     a.is_ue8m0);
+    if (threadIdx.x % WARP == 0)
+      a.scales[row] = a.weights ? __fmul_rn(scale, __fmul_rn(a.weights[row], a.factor))
+                                : scale;
   }
 }
 

@@ -72,15 +72,12 @@ end
 --- Bytes of a token in one layer.
 function IndexCache:bytes_token() return self.dim + 4 end
 
-local function rotated(self, x) return self.rotate and ops.hadamard(x) or x end
-
 --- Simulates an index of fewer bits: rounds each row to whole multiples of a step, from
 -- -7 to 7 at 4 bits and from -1 to 1 at 2 bits, where the row's largest number is the
 -- last multiple. e4m3 holds these multiples exactly. Memory and time stay those of 8
 -- bits.
 local function rounded(self, k)
-  if self.bits == 8 then return k end
-  k = k:cast "f32"
+  k = (self.rotate and ops.hadamard(k) or k):cast "f32"
   local step = k:abs():max(1):reshape { k:size(0), 1 }:maximum(1e-4)
     / (2 ^ (self.bits - 1) - 1)
   return (k / step + ROUND - ROUND) * step
@@ -88,12 +85,11 @@ end
 
 local function append(self, k, places, memory)
   options.argument("append", "k", k, kinds.tensor)
-  ops.index_append(rounded(self, rotated(self, k)), places, memory, self.scale)
-end
-
-local function quantised(self, q, weights)
-  local q8, scales = ops.quantise_rows(rotated(self, q), nil, nil, self.scale)
-  return q8, weights * scales
+  if self.bits == 8 then
+    ops.index_append(k, places, memory, self.scale, self.rotate)
+  else
+    ops.index_append(rounded(self, k), places, memory, self.scale)
+  end
 end
 
 --- Writes the keys of new tokens.
@@ -115,10 +111,11 @@ end
 --- Queries as `logits` takes them: q in f8e4m3, and weights that include its scales.
 ---@param q kvlab.Tensor        f32 f16 bf16 [rows, heads, dim]
 ---@param weights kvlab.Tensor  f32 [rows, heads]
+---@param factor? number        of all weights (1)
 ---@return kvlab.Tensor q8
 ---@return kvlab.Tensor weights
-function IndexCache:queries(q, weights)
-  return tensor.scope(quantised, self, q, weights)
+function IndexCache:queries(q, weights, factor)
+  return ops.index_queries(q, weights, factor, self.scale, self.rotate)
 end
 
 --- Writes logits[r][j] for the first lens[r] tokens j of the sequence of row r. The other

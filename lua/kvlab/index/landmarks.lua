@@ -366,7 +366,7 @@ local function queries(self, ctx, first, count)
   local unit, s = ctx.format:scales(ctx.layer), self.shape
   if self.is_model then
     return (self.of_tokens or self.cache):queries(narrowed(ctx.index.q, first, count),
-      narrowed(ctx.index.weights, first, count))
+      narrowed(ctx.index.weights, first, count), ctx.index.scale)
   end
   local query = narrowed(ctx.query, first, count)
   local q = query:cast "f32"

@@ -43,6 +43,7 @@ local M = {}
 ---@field q kvlab.Tensor        [tokens, heads, dim]
 ---@field k kvlab.Tensor        [tokens, dim]
 ---@field weights kvlab.Tensor  f32 [tokens, heads]
+---@field scale? number         of all weights (1)
 
 ---@class kvlab.Attention
 ---@field cache kvlab.Cache

@@ -39,8 +39,8 @@ local function layer_of(what, summary, ctx)
 end
 
 --- x / rms(x) * weight. If a residual is given, residual += x comes first, and the sum is
--- what is normalised. If weight is shorter than a row, only the first numbers of a row are
--- normalised, and out must be x.
+-- what is normalised. If weight is shorter than a row, only the first numbers of a row
+-- are normalised, and out must be x.
 function M.rmsnorm(x, weight, eps, out, residual)
   expect_tensor("rmsnorm", "x", x)
   expect_tensor("rmsnorm", "weight", weight)
@@ -499,15 +499,35 @@ function M.hadamard(x, scale, out)
   return out
 end
 
+--- Queries as mqa_logits takes them: rows of q in f8e4m3, and weights times `factor` (1)
+-- and the row's scale.
+---@param q kvlab.Tensor        f32 f16 bf16 [rows, heads, dim]
+---@param weights kvlab.Tensor  f32 [rows, heads]
+---@param kind? string          of scales, see quantise_rows
+---@param rotates? boolean      rotates rows first, as hadamard does (false)
+---@return kvlab.Tensor         # f8e4m3 [rows, heads, dim]
+---@return kvlab.Tensor         # f32 [rows, heads]
+function M.index_queries(q, weights, factor, kind, rotates)
+  expect_tensor("index_queries", "q", q)
+  expect_tensor("index_queries", "weights", weights)
+  if factor ~= nil then argument("index_queries", "factor", factor, options.number) end
+  if kind ~= nil then argument("index_queries", "kind", kind, M.SCALES) end
+  local out, scaled = tensor.open_like(q, C.KVL_DTYPE_F8E4M3), tensor.open_like(weights)
+  check(C.kvl_index_queries(q, weights, factor or 1, rotates and 1 or 0,
+    kind == "ue8m0" and 1 or 0, out, scaled))
+  return out, scaled
+end
+
 --- cache[place] = k [n, dim], quantised row by row. places, i64 [n], holds the place of
 -- each token, or -1 to skip it. cache is u8 [blocks, block_size * (dim + 4)]. kind: of
--- the scales, see quantise_rows.
-function M.index_append(k, places, cache, kind)
+-- the scales, see quantise_rows. rotates: see index_queries.
+function M.index_append(k, places, cache, kind, rotates)
   expect_tensor("index_append", "k", k)
   expect_tensor("index_append", "places", places)
   expect_tensor("index_append", "cache", cache)
   if kind ~= nil then argument("index_append", "kind", kind, M.SCALES) end
-  check(C.kvl_index_append(k, places, kind == "ue8m0" and 1 or 0, cache))
+  check(C.kvl_index_append(k, places, rotates and 1 or 0, kind == "ue8m0" and 1 or 0,
+    cache))
 end
 
 --- Reads the quantised keys at places into k, f8e4m3 [n, dim], and scales, f32 [n].
