@@ -11,39 +11,44 @@ local function inputs(dtype, rows, heads, dim)
     S.randn(cpu, "f32", { rows, heads }, dim + 1)
 end
 
-describe("index queries", function()
-  S.it_on_cpu("are rotated, quantised and weighed in one pass", function(dev)
-    for i, dtype in ipairs(DTYPES) do
-      for _, dim in ipairs { 32, 64, 128 } do
-        for _, rotates in ipairs { false, true } do
-          local q, weights = inputs(dtype, 2 * i - 1, 2 * i + 1, dim)
-          q, weights = q:to(dev), weights:to(dev)
-          local kind = i == 2 and "ue8m0" or "f32"
-          local out, scaled = kv.ops.index_queries(q, weights, 0.37, kind, rotates)
-          local want, scales = kv.ops.quantise_rows(rotates and kv.ops.hadamard(q) or q,
-            nil, nil, kind)
-          local what = ("%s of %d%s"):format(dtype, dim, rotates and ", rotated" or "")
-          S.equal(out, want:list(), what)
-          S.equal(scaled, (scales * (weights * 0.37)):list(), "weights of " .. what)
-        end
-      end
-    end
-  end)
+--- Queries of a dtype, in all dims.
+local function check_queries(dev, i, rotates)
+  local dtype, kind = DTYPES[i], i == 2 and "ue8m0" or "f32"
+  for _, dim in ipairs { 32, 64, 128 } do
+    local q, weights = inputs(dtype, 2 * i - 1, 2 * i + 1, dim)
+    q, weights = q:to(dev), weights:to(dev)
+    local out, scaled = kv.ops.index_queries(q, weights, 0.37, kind, rotates)
+    local want, scales = kv.ops.quantise_rows(rotates and kv.ops.hadamard(q) or q, nil,
+      nil, kind)
+    local what = ("%s of %d"):format(dtype, dim)
+    S.equal(out, want:list(), what)
+    S.equal(scaled, (scales * (weights * 0.37)):list(), "weights of " .. what)
+  end
+end
 
-  S.it_on_cpu("have keys that are rotated while they are written", function(dev)
+--- A key that is rotated while it is written, and one that was rotated before.
+local function check_keys(dev, i)
+  local dim, kind, caches = 16 * 2 ^ i, i == 2 and "ue8m0" or "f32", {}
+  local k = S.randn(cpu, DTYPES[i], { 3, dim }, i):to(dev)
+  local places = kv.from(dev, "i64", { 3 }, { 5, -1, 0 })
+  for n, rotates in ipairs { true, false } do
+    caches[n] = kv.full(dev, "u8", { 2, 4 * (dim + 4) }, 7)
+    kv.ops.index_append(rotates and k or kv.ops.hadamard(k), places, caches[n], kind,
+      rotates)
+  end
+  S.equal(caches[1], caches[2]:list(), DTYPES[i])
+end
+
+describe("index queries", function()
+  local function both(name, check)
     for i, dtype in ipairs(DTYPES) do
-      local dim, kind = 16 * 2 ^ i, i == 2 and "ue8m0" or "f32"
-      local k = S.randn(cpu, dtype, { 3, dim }, i):to(dev)
-      local places = kv.from(dev, "i64", { 3 }, { 5, -1, 0 })
-      local caches = {}
-      for n, rotates in ipairs { true, false } do
-        caches[n] = kv.full(dev, "u8", { 2, 4 * (dim + 4) }, 7)
-        kv.ops.index_append(rotates and k or kv.ops.hadamard(k), places, caches[n], kind,
-          rotates)
-      end
-      S.equal(caches[1], caches[2]:list(), dtype)
+      S.it_on_cpu(("%s, %s"):format(name, dtype), function(dev) check(dev, i) end)
+      S.it_on_gpu(("%s, %s"):format(name, dtype), function(cuda) check(cuda, i) end)
     end
-  end)
+  end
+  both("are quantised and weighed in one pass", check_queries)
+  both("are rotated, too", function(dev, i) check_queries(dev, i, true) end)
+  both("have keys that are rotated while they are written", check_keys)
 
   it("have words for what does not fit", function()
     local q, weights = inputs("f32", 2, 3, 64)
