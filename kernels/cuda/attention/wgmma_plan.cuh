@@ -464,15 +464,17 @@ __device__ __forceinline__ void find_pieces(const kvl_paged_attention_args &a,
   }
 }
 
+/* The block's memory is set up, and the kernels before this one have ended. */
+__device__ __forceinline__ void begin_after_others() {
+  __syncthreads();
+  wait_for_previous();
+}
+
 /* Calls give(work) for the pieces of this thread block's share. A warp calls it, while the others
  * set up the block's memory and meet it at a barrier. To find the first piece takes long,
  * mostly because its instructions come from memory, so a decode step of up to 32 sequences
  * guesses: it finds the piece before it waits for earlier kernels, and again if lengths have
  * changed since. */
-__device__ __forceinline__ void begin_after_others() {
-  __syncthreads();
-  wait_for_previous();
-}
 template <class shape, class F>
 __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                            F give) {
