@@ -59,6 +59,7 @@ describe("index queries", function()
     local out = kv.zeros(cpu, "f8e4m3", { 2, 3, 64 })
     fails(q, kv.zeros(cpu, "f32", { 2, 4 }), 1, out, "weights is f32 [2, 4]", "heads=3")
     fails(q, weights, 1, kv.zeros(cpu, "f32", { 2, 3, 64 }), "out is f32", "f8e4m3")
+    S.raises("rotates", kv.ops.index_queries, q, weights, 1, "f32", 1)
     fails(q, weights, math.huge, out, "factor is inf, expected a finite number")
     fails(kv.zeros(cpu, "f32", { 2, 3, 48 }), weights, 1,
       kv.zeros(cpu, "f8e4m3", { 2, 3, 48 }), "dim is 48")

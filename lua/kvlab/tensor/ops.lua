@@ -71,6 +71,9 @@ function M.head_matmul(x, weight, out, is_transposed)
   expect_tensor("head_matmul", "x", x)
   expect_tensor("head_matmul", "weight", weight)
   expect_tensor("head_matmul", "out", out)
+  if is_transposed ~= nil then
+    argument("head_matmul", "is_transposed", is_transposed, options.boolean)
+  end
   check(C.kvl_head_matmul(x, weight, is_transposed and 1 or 0, out))
   return out
 end
@@ -512,6 +515,9 @@ function M.index_queries(q, weights, factor, kind, rotates)
   expect_tensor("index_queries", "weights", weights)
   if factor ~= nil then argument("index_queries", "factor", factor, options.number) end
   if kind ~= nil then argument("index_queries", "kind", kind, M.SCALES) end
+  if rotates ~= nil then
+    argument("index_queries", "rotates", rotates, options.boolean)
+  end
   local out, scaled = tensor.open_like(q, C.KVL_DTYPE_F8E4M3), tensor.open_like(weights)
   check(C.kvl_index_queries(q, weights, factor or 1, rotates and 1 or 0,
     kind == "ue8m0" and 1 or 0, out, scaled))
@@ -526,6 +532,9 @@ function M.index_append(k, places, cache, kind, rotates)
   expect_tensor("index_append", "places", places)
   expect_tensor("index_append", "cache", cache)
   if kind ~= nil then argument("index_append", "kind", kind, M.SCALES) end
+  if rotates ~= nil then
+    argument("index_append", "rotates", rotates, options.boolean)
+  end
   check(C.kvl_index_append(k, places, rotates and 1 or 0, kind == "ue8m0" and 1 or 0,
     cache))
 end
