@@ -31,54 +31,65 @@ struct combine_lanes {
     return (piece * dim_lanes + threadIdx.x % WARP % dim_lanes) * 4;
   }
 };
-/* Joins `count` partial results; number i is row part(i) of `out` [, head_dim] and `lse`.
- * An SM has only a few, so 32 bits are enough for their numbers. All lanes get the maximum
- * and the sum of weights, and lanes with mine == 0 their four dims. */
-template <class F>
+/* Joins `count` partial results; number i is row part(i) of `out` [, head_dim] and `lse`. An SM
+ * has only a few, so 32 bits are enough for their numbers. Calls give(dim, x, m, sum) for each
+ * piece from `piece` to `end`: all lanes have the maximum and the sum of weights, and lanes with
+ * mine == 0 their four dims. */
+template <class F, class G>
 __device__ __forceinline__ void join_parts(const combine_lanes &l, const float *out,
-                                           const float *lse_of, int head_dim, int dim,
-                                           int count, F part, float (&x)[4], float &m,
-                                           float &sum) {
-  m = -INFINITY;
-  sum = x[0] = x[1] = x[2] = x[3] = 0.f;
-  for (int base = l.mine; base < count; base += COMBINE_AT_ONCE * l.side) {
-    float lse[COMBINE_AT_ONCE];
-    float4 y[COMBINE_AT_ONCE];
+                                           const float *lse_of, int head_dim, int piece,
+                                           int end, int count, F part, G give) {
+  constexpr int MOST = COMBINE_AT_ONCE;
+  const int step = MOST * l.side;
+  float weight[MOST];
+  float4 y[MOST];
+  auto lse = [&](int base, int j) {
+    const int i = base + j * l.side;
+    return i < count ? lse_of[part(i)] : -INFINITY;
+  };
+  auto load = [&](int base, int dim) {
 #pragma unroll
-    for (int j = 0; j < COMBINE_AT_ONCE; j++) {
+    for (int j = 0; j < MOST; j++) {
       const int i = base + j * l.side;
-      const uint32_t row = part(i);
-      lse[j] = i < count ? lse_of[row] : -INFINITY;
       y[j] = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (i < count && dim < head_dim) y[j] = *(const float4 *)(out + row * head_dim + dim);
+      if (i < count && dim < head_dim)
+        y[j] = *(const float4 *)(out + part(i) * head_dim + dim);
     }
-    float top = m;
+  };
+  float m = -INFINITY;
 #pragma unroll
-    for (int j = 0; j < COMBINE_AT_ONCE; j++) top = fmaxf(top, lse[j]);
-    const float shift = finite_shift(top), down = exp2_fast(m - shift);
-    m = top;
-    sum *= down;
+  for (int j = 0; j < MOST; j++) weight[j] = lse(l.mine, j);
+  load(l.mine, l.dim(piece));
 #pragma unroll
-    for (int e = 0; e < 4; e++) x[e] *= down;
+  for (int j = 0; j < MOST; j++) m = fmaxf(m, weight[j]);
+  for (int base = l.mine + step; base < count; base += step)
+    for (int j = 0; j < MOST; j++) m = fmaxf(m, lse(base, j));
+  m = warp_max(m);
+  const float shift = finite_shift(m);
 #pragma unroll
-    for (int j = 0; j < COMBINE_AT_ONCE; j++) {
-      const float weight = exp2_fast(lse[j] - shift);
-      sum += weight;
-      x[0] += weight * y[j].x;
-      x[1] += weight * y[j].y;
-      x[2] += weight * y[j].z;
-      x[3] += weight * y[j].w;
+  for (int j = 0; j < MOST; j++) weight[j] = exp2_fast(weight[j] - shift);
+#pragma unroll 1
+  for (bool first = true; piece < end; piece++, first = false) {
+    const int dim = l.dim(piece);
+    if (!first) load(l.mine, dim);
+    float x[4] = {}, sum = 0.f;
+    auto add = [&](float by, const float4 &of) {
+      sum += by;
+      x[0] += by * of.x, x[1] += by * of.y, x[2] += by * of.z, x[3] += by * of.w;
+    };
+#pragma unroll
+    for (int j = 0; j < MOST; j++) add(weight[j], y[j]);
+    for (int base = l.mine + step; base < count; base += step) {
+      load(base, dim);
+#pragma unroll
+      for (int j = 0; j < MOST; j++) add(exp2_fast(lse(base, j) - shift), y[j]);
     }
-  }
-  const float top = warp_max(m), down = exp2_fast(m - finite_shift(top));
-  m = top;
-  sum *= down;
+    for (int across = l.dim_lanes; across < WARP; across *= 2) {
+      sum += __shfl_xor_sync(ALL_LANES, sum, across);
 #pragma unroll
-  for (int e = 0; e < 4; e++) x[e] *= down;
-  for (int step = l.dim_lanes; step < WARP; step *= 2) {
-    sum += __shfl_xor_sync(ALL_LANES, sum, step);
-#pragma unroll
-    for (int e = 0; e < 4; e++) x[e] += __shfl_xor_sync(ALL_LANES, x[e], step);
+      for (int e = 0; e < 4; e++) x[e] += __shfl_xor_sync(ALL_LANES, x[e], across);
+    }
+    give(dim, x, m, sum);
   }
 }
 
@@ -86,8 +97,8 @@ __device__ __forceinline__ void join_parts(const combine_lanes &l, const float *
 struct alignas(16) combine_room {
   float m[COMBINE_WARPS][WARP], sum[COMBINE_WARPS][WARP], x[COMBINE_WARPS][WARP][4];
 };
-/* Joins the results of the block's warps, which join_parts has returned; the first warp's
- * lanes get them. Lanes with the same dims have the same. */
+/* Joins the results of the block's warps; the first warp's lanes get them. Lanes with the same
+ * dims have the same. */
 __device__ __forceinline__ void join_team(combine_room &room, float (&x)[4], float &m,
                                           float &sum) {
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;

@@ -281,15 +281,16 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
   const int first = a.starts[0] * heads, end = a.starts[a.seqs] * heads;
   for (int item = first * pieces + blockIdx.x * COMBINE_WARPS + threadIdx.x / WARP;
        item < end * pieces; item += gridDim.x * COMBINE_WARPS) {
-    const int row = item / pieces, dim = lanes.dim(item - row * pieces);
+    const int row = item / pieces, piece = item - row * pieces;
     const bool mends = __any_sync(ALL_LANES,
                                   lane < parts.shares && parts.notes[lane * rows + row]);
-    float m, sum, x[4];
     auto part = [&](int i) { return (uint32_t)(i * rows + row); };
-    join_parts(lanes, parts.out, parts.lse, head_dim, dim, parts.shares, part, x, m, sum);
-    if (lanes.mine == 0 && dim < head_dim && writes_row(a, mends))
-      write_row(a, end_row(a, row, m, sum), row, dim, x);
-    if (item == row * pieces && lane == 0 && mends) parts.notes[row] = 1;
+    join_parts(lanes, parts.out, parts.lse, head_dim, piece, piece + 1, parts.shares, part,
+               [&](int dim, float(&x)[4], float m, float sum) {
+                 if (lanes.mine == 0 && dim < head_dim && writes_row(a, mends))
+                   write_row(a, end_row(a, row, m, sum), row, dim, x);
+               });
+    if (piece == 0 && lane == 0 && mends) parts.notes[row] = 1;
   }
 }
 

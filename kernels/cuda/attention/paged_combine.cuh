@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
   for (int item = blockIdx.x * COMBINE_WARPS + threadIdx.x / WARP; item < items;
        item += gridDim.x * COMBINE_WARPS) {
     int rest = item / pieces;
-    const int dim = lanes.dim(item - rest * pieces);
+    const int piece = item - rest * pieces;
     const int row = rest % place.rows;
     rest /= place.rows;
     const int unit = rest % units;
@@ -57,10 +57,11 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     auto part = [&](int i) { return i > 0 ? part0 + i * step : first_part; };
     wait_for_previous(); /* after the first time this costs nothing */
 
-    float m, sum, x[4];
-    join_parts(lanes, place.out, place.lse, head_dim, dim, count, part, x, m, sum);
-    if (lanes.mine == 0 && dim < head_dim)
-      write_part(a, place, -1, rows, row, dim, x, m, sum, 1.f);
+    join_parts(lanes, place.out, place.lse, head_dim, piece, piece + 1, count, part,
+               [&](int dim, float(&x)[4], float m, float sum) {
+                 if (lanes.mine == 0 && dim < head_dim)
+                   write_part(a, place, -1, rows, row, dim, x, m, sum, 1.f);
+               });
   }
   wait_for_previous();
 }

@@ -148,8 +148,11 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, bool hooked, int device, in
   const bool listed = shape::LATENTS && a.listed; /* a list is one token's */
   plan.tokens_tile = a.starts && !listed ? plan.rows_most / heads_each : 1;
   plan.by_tile = divisor(plan.tokens_tile);
-  plan.subgroups = (group + shape::ROWS - 1) / shape::ROWS;
-  plan.lanes = a.cache.kv_heads * plan.subgroups;
+  plan.group = group;
+  const int subgroups = ceil_div(group, shape::ROWS);
+  plan.by_subgroups = divisor(subgroups);
+  plan.lanes = a.cache.kv_heads * subgroups;
+  plan.by_lanes = divisor(plan.lanes);
   plan.entries = (int)(a.starts ? a.tokens / plan.tokens_tile + a.seqs : a.seqs);
   char *at = (char *)a.workspace;
   const size_t notes = note_bytes(a);
@@ -162,6 +165,7 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, bool hooked, int device, in
   if (busy * plan.lanes < 2 * sm_count || busy == a.seqs) {
     const bool beside = shape::LATENTS || few_rows(a, shape::ROWS);
     plan.side = beside ? lanes_beside(plan.lanes, sm_count) : 1;
+    plan.by_side = divisor(plan.side);
     plan.shares = sm_count / plan.side;
     /* The tiles of one sequence have the same keys: with whole shares for each of them, these
      * keys are read at about the same time. */
@@ -183,7 +187,7 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, bool hooked, int device, in
   }
   /* Takes as many KV heads at once as half of the L2 holds, if these are enough work. */
   const int64_t bytes = room * 2 * a.cache.key.bytes_row;
-  int64_t section = l2_bytes(device) / 2 / (bytes > 0 ? bytes : 1) * plan.subgroups;
+  int64_t section = l2_bytes(device) / 2 / (bytes > 0 ? bytes : 1) * subgroups;
   const int64_t enough = (4 * sm_count + busy - 1) / busy;
   if (section < enough) section = enough;
   plan.section = (int)(section < plan.lanes ? section : plan.lanes);

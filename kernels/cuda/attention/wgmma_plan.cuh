@@ -135,9 +135,11 @@ struct wgmma_cut {
 struct wgmma_plan {
   int box;    /* how many groups of eight keys one copy brings; 0: a copy brings 16 bytes */
   bool fills; /* a row has D numbers; else its last atom is copied by itself */
-  int tokens_tile, subgroups, lanes, rows_most; /* rows_most: of an item */
-  int consumers;                                /* that have work */
-  divisor by_tile, by_block;                    /* by tokens_tile and block_size */
+  int tokens_tile, lanes, rows_most; /* rows_most: of an item */
+  int group;                         /* heads of a KV head, in so many subgroups */
+  int consumers;                     /* that have work */
+  divisor by_tile, by_block;         /* by tokens_tile and block_size */
+  divisor by_subgroups, by_lanes, by_side;
   int entries;    /* tiles of tokens that there may be; some of them have no tokens */
   uint8_t *notes; /* of rows to mend */
   /* If items stay whole: the counter from which thread blocks take their next items, 0 at
@@ -237,13 +239,11 @@ struct wgmma_work {
   }
 
   /* rows: that an item has at most. */
-  __device__ void set_lane(const kvl_paged_attention_args &a, const wgmma_plan &plan,
-                           int lane, int rows) {
-    kv_head = lane / plan.subgroups;
-    const int group = (int)(a.heads / a.cache.kv_heads);
-    const int first = (lane - kv_head * plan.subgroups) * rows;
-    head0 = kv_head * group + first;
-    heads_each = min(group - first, rows);
+  __device__ void set_lane(const wgmma_plan &plan, int lane, int rows) {
+    kv_head = plan.by_subgroups.quotient(lane);
+    const int first = (lane - kv_head * (int)plan.by_subgroups.by) * rows;
+    head0 = kv_head * plan.group + first;
+    heads_each = min(plan.group - first, rows);
   }
 
   /* Finds the tiles of keys. A selection counts as if it were full; with set_lane and
@@ -336,7 +336,7 @@ __device__ void each_item(const kvl_paged_attention_args &a, const wgmma_plan &p
     const int lanes = min(plan.section, plan.lanes - first);
     wgmma_work w(a, plan, plan.entries - 1 - i / lanes);
     if (w.tokens == 0) return;
-    w.set_lane(a, plan, first + i % lanes, shape::ROWS);
+    w.set_lane(plan, first + i % lanes, shape::ROWS);
     w.set_tiles<shape>(a, plan, true);
     give(w);
   };
@@ -387,7 +387,8 @@ template <class shape, class F>
 __device__ __forceinline__ void find_pieces(const kvl_paged_attention_args &a,
                                             const wgmma_plan &plan, int known, F give) {
   const int lane = threadIdx.x % WARP, groups = plan.groups();
-  const int share = blockIdx.x / plan.side, beside = blockIdx.x - share * plan.side;
+  const int share = plan.by_side.quotient(blockIdx.x);
+  const int beside = blockIdx.x - share * plan.side;
   wgmma_work w;
   uint32_t mine, upto; /* tiles in all lanes: of this entry; of the entries up to it */
   auto look = [&](int entries) {
@@ -428,7 +429,8 @@ __device__ __forceinline__ void find_pieces(const kvl_paged_attention_args &a,
       if (whole.rounds > 0) {
         if (round == whole.rounds) break;
         const int back = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-        const int item = round * (int)gridDim.x + back, nth_back = item / plan.lanes;
+        const int item = round * (int)gridDim.x + back,
+                  nth_back = plan.by_lanes.quotient(item);
         const int nth = whole.there - 1 - nth_back - entries; /* of those in `have` */
         if (item >= whole.items || nth < 0 || nth >= __popc(have)) continue;
         unsigned rest = have;
@@ -452,7 +454,7 @@ __device__ __forceinline__ void find_pieces(const kvl_paged_attention_args &a,
         at += count;
         begins = begin == 0;
       }
-      piece.set_lane(a, plan, to_lane, shape::ROWS);
+      piece.set_lane(plan, to_lane, shape::ROWS);
       if (!give(piece)) return;
       if (begins && lane == 0)
         plan.cuts[(e + from) * plan.lanes + to_lane] = {
