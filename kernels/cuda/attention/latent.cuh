@@ -42,11 +42,12 @@ constexpr float LATENT_RISE = 9.f;
 /* A consumer of many rows: 64 of q, and half of the values' columns. A thread has two rows,
  * with two of every eight columns; `product` says which. The weights of an even tile are
  * passed in memory of their own, those of an odd tile in the memory of the tile's last
- * piece. HALF: 0, the even tiles and the first columns, or 1.
+ * piece. half: 0, the even tiles and the first columns, or 1. It is no constant: both consumers
+ * run the same instructions, which have to come from memory only once.
  *
  * What runs once for a piece of work is short code: instructions that run for the first time
  * come from memory, which takes longer than what they do. */
-template <class T, class shape, int HALF, class H> struct latent_many {
+template <class T, class shape, class H> struct latent_many {
   static constexpr int KEYS = shape::KEYS, COLUMNS = shape::D / 2, STEPS = KEYS / 16;
   static constexpr int BOTH = 2 * WARPGROUP;       /* threads of both consumers */
   static constexpr int EVEN = 1, ODD = 2, END = 3; /* barriers: weights are ready; the end */
@@ -55,23 +56,22 @@ template <class T, class shape, int HALF, class H> struct latent_many {
   const wgmma_plan &plan;
   const H &hook;
   latent_memory<shape> &memory;
-  const int warp, lane, pair; /* pair: this lane's first column of every eight */
-  const int r0, r1;           /* its rows */
+  const int half, warp, lane, pair; /* pair: this lane's first column of every eight */
+  const int r0, r1;                 /* its rows */
   const score_rule rule;
   const wgmma_work *w; /* in shared memory: registers are short */
   wgmma_sight sight[2];
   int low, high; /* every row of the warp sees all of a tile within them */
   float s[KEYS / 2], out[COLUMNS / 2];
   float m[2], l[2]; /* the reference; the sum of the weights of this consumer's tiles */
-  uint32_t p[STEPS][4];
   latent_stage<shape> stage;
 
   __device__ __forceinline__ latent_many(const kvl_paged_attention_args &a_,
                                          const wgmma_plan &plan_, const H &hook_,
-                                         latent_memory<shape> &memory_)
-      : a(a_), plan(plan_), hook(hook_), memory(memory_), warp(threadIdx.x / WARP % 4),
-        lane(threadIdx.x % WARP), pair(lane % 4 * 2), r0(warp * 16 + lane / 4), r1(r0 + 8),
-        rule(a_) {}
+                                         latent_memory<shape> &memory_, int half_)
+      : a(a_), plan(plan_), hook(hook_), memory(memory_), half(half_),
+        warp(threadIdx.x / WARP % 4), lane(threadIdx.x % WARP), pair(lane % 4 * 2),
+        r0(warp * 16 + lane / 4), r1(r0 + 8), rule(a_) {}
 
   /* The address of Q, which is the same in all lanes. The shuffle tells the compiler so, which
    * then neither keeps matrices in registers of lanes nor computes them ahead of their use. */
@@ -85,9 +85,9 @@ template <class T, class shape, int HALF, class H> struct latent_many {
 #pragma unroll
     for (int i = 0; i < LATENT_PIECES; i++) {
       const int piece = latent_piece(i);
-      const uint64_t k = matrix_at(at + memory.keys_at(HALF) + latent_piece_at(piece),
+      const uint64_t k = matrix_at(at + memory.keys_at(half) + latent_piece_at(piece),
                                    latent_group(piece));
-      barrier_wait(memory.full(HALF, piece), stage.phases >> HALF & 1);
+      barrier_wait(memory.full(half, piece), stage.phases >> half & 1);
       if (plan.box == 0) fence_async();
       products_begin();
 #pragma unroll
@@ -103,7 +103,7 @@ template <class T, class shape, int HALF, class H> struct latent_many {
   }
   /* Turns products into scores in base 2, of keys that are seen. */
   __device__ __forceinline__ void finish_scores() {
-    const int *const index = memory.indices[HALF] + pair;
+    const int *const index = memory.indices[half] + pair;
     if (a.soft_cap > 0.f) {
 #pragma unroll
       for (float &x : s) x = cap_score(rule.scale, rule.cap, x);
@@ -128,7 +128,7 @@ template <class T, class shape, int HALF, class H> struct latent_many {
 #pragma unroll
       for (int i = 0; i < 2; i++) change_row(i, index);
     }
-    const int2 span = memory.span(HALF);
+    const int2 span = memory.span(half);
     if (span.x < low || span.y > high) mask(index);
   }
   /* Has the hook change the scores of the thread's row i. */
@@ -169,10 +169,14 @@ template <class T, class shape, int HALF, class H> struct latent_many {
     top = warp_max<4>(top);
     return top > before + LATENT_RISE ? top : before;
   }
+  /* The references from this tile on, which the other consumer is told. */
+  __device__ __forceinline__ void set_references(float (&top)[2], const float (&before)[2]) {
+    top[0] = reference(0, before[0]), top[1] = reference(1, before[1]);
+    tell(top[0], top[1]);
+  }
   /* Raises the reference of both rows, and all sums with it. */
-  __device__ __forceinline__ void raise(float top0, float top1) {
-    if (!__any_sync(ALL_LANES, top0 != m[0] || top1 != m[1])) return;
-    const float top[2] = {top0, top1};
+  __device__ __forceinline__ void raise(const float (&top)[2]) {
+    if (!__any_sync(ALL_LANES, top[0] != m[0] || top[1] != m[1])) return;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float down = exp2_fast(m[r] - finite_shift(top[r]));
@@ -187,16 +191,17 @@ template <class T, class shape, int HALF, class H> struct latent_many {
   }
   /* A number of each row, from one consumer to the other. */
   __device__ __forceinline__ void tell(float top0, float top1) {
-    float *const told = memory.told[HALF];
+    float *const told = memory.told[half];
     if (pair == 0) told[r0] = top0, told[r1] = top1;
   }
-  __device__ __forceinline__ float2 heard() const {
-    const float *const told = memory.told[1 - HALF];
-    return {told[r0], told[r1]};
+  __device__ __forceinline__ void hear(float (&x)[2]) const {
+    const float *const told = memory.told[1 - half];
+    x[0] = told[r0], x[1] = told[r1];
   }
   /* Turns scores into weights, sums them up and passes them to the other consumer. */
-  __device__ __forceinline__ void weigh(float top0, float top1, float (&sum)[2]) {
-    const float shift[2] = {finite_shift(top0), finite_shift(top1)};
+  __device__ __forceinline__ void weigh(const float (&top)[2], float (&sum)[2],
+                                        uint32_t (&x)[STEPS][4]) {
+    const float shift[2] = {finite_shift(top[0]), finite_shift(top[1])};
     sum[0] = sum[1] = 0.f;
 #pragma unroll
     for (int i = 0; i < KEYS / 2; i++) {
@@ -207,8 +212,8 @@ template <class T, class shape, int HALF, class H> struct latent_many {
     for (int k = 0; k < STEPS; k++) {
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        p[k][i] = pack2(s[8 * k + 2 * i], s[8 * k + 2 * i + 1], T());
-      store_matrices(weights_at(HALF, k), p[k]);
+        x[k][i] = pack2(s[8 * k + 2 * i], s[8 * k + 2 * i + 1], T());
+      store_matrices(weights_at(half, k), x[k]);
     }
   }
   /* The address of this lane's eight weights for 16 keys: the k-th 16 keys of a tile. */
@@ -219,12 +224,12 @@ template <class T, class shape, int HALF, class H> struct latent_many {
   }
   __device__ __forceinline__ void take_weights(uint32_t (&x)[STEPS][4]) const {
 #pragma unroll
-    for (int k = 0; k < STEPS; k++) load_matrices(x[k], weights_at(1 - HALF, k));
+    for (int k = 0; k < STEPS; k++) load_matrices(x[k], weights_at(1 - half, k));
   }
   /* Begins O += P V for a tile. */
   __device__ __forceinline__ void values(int tile, const uint32_t (&x)[STEPS][4]) {
-    const uint64_t v = matrix_at(q_of_all() + memory.keys_at(tile) + latent_piece_at(HALF),
-                                 latent_group(HALF), 1024);
+    const uint64_t v = matrix_at(q_of_all() + memory.keys_at(tile) + latent_piece_at(half),
+                                 latent_group(0), 1024);
     if (plan.box == 0) fence_async(); /* the other consumer may have waited for the tile */
     products_begin();
 #pragma unroll
@@ -235,57 +240,50 @@ template <class T, class shape, int HALF, class H> struct latent_many {
   __device__ __forceinline__ void values_done(int tile) {
     products_wait<0>();
     settle(out);
-    memory.release(tile, HALF);
+    memory.release(tile, half);
   }
 
-  /* Two tiles, or a last single one: the part of the consumer of the even tile. After the
-   * last tiles of a piece of work, Q is no longer read. */
-  __device__ __forceinline__ void attend_even(bool two, bool last) {
-    scores();
+  /* Two tiles, or a last single one. After the last tiles of a piece of work, Q is no longer
+   * read. Each consumer has the weights of its own tile, and gets those of the other. */
+  __device__ __forceinline__ void attend_pair(bool two, bool last) {
+    const bool odd = half > 0;
+    float top[2], sum[2];
+    uint32_t x[STEPS][4]; /* weights of the tile whose values are next */
+    if (two || !odd) scores();
     if (last) barrier_arrive_warp(memory.q_empty(), lane);
-    memory.release(0, LATENT_LAST);
-    finish_scores();
-    const float top0 = reference(0, m[0]), top1 = reference(1, m[1]);
-    float sum[2];
-    tell(top0, top1);
-    weigh(top0, top1, sum);
-    named_arrive(EVEN, BOTH);
-    raise(top0, top1);
-    l[0] += sum[0], l[1] += sum[1];
-    values(0, p);
+    if (!odd) memory.release(0, LATENT_LAST);
+    if (two || !odd) finish_scores();
+    if (odd) {
+      named_sync(EVEN, BOTH);
+      hear(top);
+      take_weights(x);
+      raise(top);
+    } else {
+      set_references(top, m);
+      weigh(top, sum, x);
+      named_arrive(EVEN, BOTH);
+      raise(top);
+      l[0] += sum[0], l[1] += sum[1];
+    }
+    values(0, x);
+    uint32_t own[STEPS][4];
+    if (odd && two) {
+      set_references(top, top);
+      weigh(top, sum, own);
+      fence_async(); /* before another tile's last piece arrives there */
+      named_arrive(ODD, BOTH);
+    }
     values_done(0);
     if (!two) return;
-    named_sync(ODD, BOTH);
-    const float2 top = heard();
-    uint32_t others[STEPS][4];
-    take_weights(others);
-    memory.release(1, LATENT_LAST);
-    raise(top.x, top.y);
-    values(1, others);
-    values_done(1);
-  }
-  /* The part of the consumer of the odd tile. */
-  __device__ __forceinline__ void attend_odd(bool two, bool last) {
-    if (two) scores();
-    if (last) barrier_arrive_warp(memory.q_empty(), lane);
-    if (two) finish_scores();
-    named_sync(EVEN, BOTH);
-    const float2 top = heard();
-    uint32_t others[STEPS][4];
-    take_weights(others);
-    raise(top.x, top.y);
-    values(0, others);
-    if (!two) return values_done(0);
-    const float top0 = reference(0, top.x), top1 = reference(1, top.y);
-    float sum[2];
-    tell(top0, top1);
-    weigh(top0, top1, sum);
-    fence_async(); /* before another tile's last piece arrives there */
-    named_arrive(ODD, BOTH);
-    values_done(0);
-    raise(top0, top1);
-    l[0] += sum[0], l[1] += sum[1];
-    values(1, p);
+    if (!odd) {
+      named_sync(ODD, BOTH);
+      hear(top);
+      take_weights(own);
+      memory.release(1, LATENT_LAST);
+    }
+    raise(top);
+    if (odd) l[0] += sum[0], l[1] += sum[1];
+    values(1, own);
     values_done(1);
   }
 
@@ -296,84 +294,91 @@ template <class T, class shape, int HALF, class H> struct latent_many {
     for (int n = 0; n < COLUMNS / 8; n++) all += out[4 * n + 2 * r] + out[4 * n + 2 * r + 1];
     return !(warp_sum<4>(all) * 0.f == 0.f);
   }
-  /* Calls give(at, x, y) for the thread's two numbers of row i in eight columns, which are
-   * at a row's `at`. */
-  template <class F> __device__ __forceinline__ void each_pair(int i, F give) {
+  /* Calls give(at, x, y) for the thread's two numbers of its first row in eight columns,
+   * which are at a row's `at`. */
+  template <class F> __device__ __forceinline__ void each_pair(F give) {
 #pragma unroll
-    for (int n = 0; n < COLUMNS / 8; n++)
-      if (HALF * COLUMNS + n * 8 < a.cache.value.dim)
-        give(HALF * COLUMNS + n * 8 + pair, out[4 * n + 2 * i], out[4 * n + 2 * i + 1]);
+    for (int n = 0; n < COLUMNS / 8; n++) {
+      const int at = half * COLUMNS + n * 8;
+      if (at < a.cache.value.dim) give(at + pair, out[4 * n], out[4 * n + 1]);
+    }
   }
-  __device__ __forceinline__ void write_part(int i, int r, float sum, bool mended) {
-    const int64_t row = (int64_t)w->part * plan.rows + r;
-    if (HALF == 0 && pair == 0)
-      plan.lse[row] = mended ? NAN : sum == 0.f ? -INFINITY : m[i] + log2f(sum);
-    write_floats(i, true, sum == 0.f ? 0.f : 1.f / sum, plan.out + row * a.cache.value.dim);
-  }
-  /* Writes row i of the result to `to`, times `scale`. */
-  __device__ __forceinline__ void write_floats(int i, bool writes, float scale, float *to) {
-    if (!writes) return;
-    each_pair(i, [=](int at, float x, float y) {
+  __device__ __forceinline__ void write_floats(float scale, float *to) {
+    each_pair([=](int at, float x, float y) {
       *(float2 *)(to + at) = make_float2(x * scale, y * scale);
     });
   }
   /* Four lanes hold four runs of eight neighbours together; each writes one. */
-  template <class O>
-  __device__ __forceinline__ void write_halves(int i, bool writes, float scale, O *to) const {
+  __device__ __forceinline__ void write_halves(bool writes, float scale, void *to) const {
+    const bool is_f16 = a.out_dtype == KVL_DTYPE_F16;
 #pragma unroll
     for (int n = 0; n < COLUMNS / 8; n += 4) {
       float x[4]; /* two numbers each */
 #pragma unroll
       for (int b = 0; b < 4; b++) {
-        const float *const y = out + 4 * (n + b) + 2 * i;
-        x[b] = __uint_as_float(pack2(y[0] * scale, y[1] * scale, O()));
+        const float *const y = out + 4 * (n + b);
+        const float y0 = y[0] * scale, y1 = y[1] * scale;
+        x[b] = __uint_as_float(is_f16 ? pack2(y0, y1, __half())
+                                      : pack2(y0, y1, __nv_bfloat16()));
       }
       turn_quad(x, lane);
-      const int at = HALF * COLUMNS + (n + lane % 4) * 8;
+      const int at = half * COLUMNS + (n + lane % 4) * 8;
       if (writes && at < a.cache.value.dim)
-        *(float4 *)(to + at) = make_float4(x[0], x[1], x[2], x[3]);
+        *(float4 *)((char *)to + at * 2) = make_float4(x[0], x[1], x[2], x[3]);
     }
   }
-  __device__ __forceinline__ void write_row(int i, int r, bool has, float sum, bool mended) {
+  /* Writes the thread's first row, which is row r of the tile. */
+  __device__ __forceinline__ void write_row(int r, bool has, float sum, bool mended) {
     const int64_t row = w->rows().row(a, r), at = row * a.cache.value.dim;
-    const bool first = has && HALF == 0 && pair == 0, writes = has && writes_row(a, mended);
+    const bool first = has && half == 0 && pair == 0, writes = has && writes_row(a, mended);
     if (first) plan.notes[row] = mended;
     row_end end = {};
-    if (writes) end = end_row(a, row, m[i], sum);
+    if (writes) end = end_row(a, row, m[0], sum);
     if (writes && first && a.lse) a.lse[row] = end.lse;
     if (end.keep != 0.f) {
-      each_pair(i, [&](int column, float &x, float &y) {
+      each_pair([&](int column, float &x, float &y) {
         const float2 prev = *(const float2 *)(a.prev_out + at + column);
         x = x * end.scale + prev.x * end.keep;
         y = y * end.scale + prev.y * end.keep;
       });
       end.scale = 1.f;
     }
-    if (a.out_dtype == KVL_DTYPE_F32) write_floats(i, writes, end.scale, (float *)a.out + at);
-    else if (a.out_dtype == KVL_DTYPE_F16)
-      write_halves(i, writes, end.scale, (__half *)a.out + at);
-    else write_halves(i, writes, end.scale, (__nv_bfloat16 *)a.out + at);
+    if (a.out_dtype != KVL_DTYPE_F32) write_halves(writes, end.scale, (__half *)a.out + at);
+    else if (writes) write_floats(end.scale, (float *)a.out + at);
+  }
+  __device__ __forceinline__ void write_part(int r, float sum, bool mended) {
+    const int64_t row = (int64_t)w->part * plan.rows + r;
+    if (half == 0 && pair == 0)
+      plan.lse[row] = mended ? NAN : sum == 0.f ? -INFINITY : m[0] + log2f(sum);
+    write_floats(sum == 0.f ? 0.f : 1.f / sum, plan.out + row * a.cache.value.dim);
   }
   __device__ __forceinline__ void write_work() {
     /* A row that has to be computed again is marked by the sign of its sum. */
     const bool checks = H::HIDES || !a.listed;
-    const bool own[2] = {checks && mends(0), checks && mends(1)};
-    float sum[2];
+    bool mended[2] = {checks && mends(0), checks && mends(1)};
+    float other[2];
 #pragma unroll
-    for (int r = 0; r < 2; r++) sum[r] = warp_sum<4>(l[r]);
+    for (int r = 0; r < 2; r++) l[r] = warp_sum<4>(l[r]);
     named_sync(END, BOTH); /* what was passed has been read */
-    tell(own[0] ? -sum[0] : sum[0], own[1] ? -sum[1] : sum[1]);
+    tell(mended[0] ? -l[0] : l[0], mended[1] ? -l[1] : l[1]);
     named_sync(END, BOTH);
-    const float2 got = heard();
-    const float other[2] = {got.x, got.y};
-    const int count = w->tokens * w->heads_each;
+    hear(other);
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int r = i ? r1 : r0;
-      const bool mended = own[i] || __float_as_int(other[i]) < 0;
-      const float all = HALF == 0 ? sum[i] + fabsf(other[i]) : fabsf(other[i]) + sum[i];
-      if (w->part < 0) write_row(i, r, r < count, all, mended);
-      else if (r < count) write_part(i, r, all, mended);
+    for (int r = 0; r < 2; r++) {
+      mended[r] = mended[r] || __float_as_int(other[r]) < 0;
+      l[r] += fabsf(other[r]);
+    }
+    const int count = w->tokens * w->heads_each;
+#pragma unroll 1
+    for (int r = r0;; r = r1) {
+      if (w->part < 0) write_row(r, r < count, l[0], mended[0]);
+      else if (r < count) write_part(r, l[0], mended[0]);
+      if (r == r1) break;
+      /* The second row becomes the first, so that the code is half as long. */
+      m[0] = m[1], l[0] = l[1], mended[0] = mended[1];
+#pragma unroll
+      for (int n = 0; n < COLUMNS / 8; n++)
+        out[4 * n] = out[4 * n + 2], out[4 * n + 1] = out[4 * n + 3];
     }
   }
 
@@ -402,8 +407,7 @@ template <class T, class shape, int HALF, class H> struct latent_many {
       for (int tile = 0; tile < w->tiles; tile += 2) {
         const bool two = tile + 1 < w->tiles;
         const bool last = tile + 2 >= w->tiles;
-        if (HALF == 0) attend_even(two, last);
-        else attend_odd(two, last);
+        attend_pair(two, last);
         stage.phases ^= two ? 3 : 1;
       }
       write_work();
@@ -684,8 +688,7 @@ __device__ __forceinline__ void attend_latents(const kvl_paged_attention_args &a
     registers_take<shape::TAKE>();
     if constexpr (shape::FEW)
       latent_few<T, shape, H>(a, plan, hook, memory, warpgroup - 1).attend();
-    else if (warpgroup == 1) latent_many<T, shape, 0, H>(a, plan, hook, memory).attend();
-    else latent_many<T, shape, 1, H>(a, plan, hook, memory).attend();
+    else latent_many<T, shape, H>(a, plan, hook, memory, warpgroup - 1).attend();
   } else {
     registers_give<shape::GIVE>();
     if constexpr (shape::F8)
