@@ -288,24 +288,53 @@ template <class shape> struct latent_stage {
   __device__ __forceinline__ void done() { phases ^= 1u << now; }
 };
 
+/* Copies 16 bytes of row number `row` as copy_async does; writes zeros if it is negative, and
+ * reads nothing. */
+__device__ __forceinline__ void copy_row(uint32_t shared, const void *global, int row) {
+  asm volatile("{\n.reg .pred none;\nsetp.lt.s32 none, %2, 0;\n"
+               "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, none;\n}" ::"r"(shared),
+               "l"(global), "r"(row)
+               : "memory");
+}
+
 /* One of two warps that bring the rows of keys, 32 of each tile. A lane looks up one row,
  * and eight neighbouring lanes copy 128 bytes. Rows that do not exist become 0, and so do
- * the numbers past the end of a row. */
+ * the numbers past the end of a row. The two warps issue copies all the time that a tile takes,
+ * so every instruction counts: rows are passed on by their number, in 32 bits. */
 template <class shape>
 __device__ void bring_latents(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                               latent_memory<shape> &memory, int share) {
   const int lane = threadIdx.x % WARP, r = lane / 8, at8 = lane % 8;
   const int pieces = a.cache.key.dim / 8; /* of 16 bytes, of a row */
-  const char *const cache = (const char *)a.cache.memory + at8 * 16;
+  const int strips = kvl__strips(&a.cache);
+  const uint32_t bytes_row = a.cache.key.bytes_row;
+  const char *cache = (const char *)a.cache.memory + at8 * 16;
+  asm("" : "+l"(cache)); /* one number for the compiler, which would add both every time */
   latent_stage<shape> stage;
   latent_look_up at(a, plan);
+  int row; /* the number of this lane's; -1: there is none */
+  /* Copies the rows of a piece to `to`, the first place of this lane. */
+  auto copy = [&](int piece, uint32_t to, bool whole) {
+#pragma unroll 2
+    for (int first = 0; first < WARP; first += 8, to += latent_group(piece))
+#pragma unroll
+      for (int four = 0; four < 2; four++) {
+        const int found = __shfl_sync(ALL_LANES, row, first + four * 4 + r);
+        const char *const from = cache + (uint64_t)(uint32_t)found * bytes_row;
+#pragma unroll
+        for (int j = 0; j < latent_parts(piece); j++) {
+          const int part = latent_part(piece) + j;
+          copy_row((to ^ four * 64) + four * 512 + j * 1024, from + part * 128,
+                   whole || part * 8 + at8 < pieces ? found : -1);
+        }
+      }
+  };
   each_work(memory, [&](const wgmma_work &w) {
     at.begin_work(w, share * WARP + lane, shape::KEYS);
     for (int tile = 0; tile < w.tiles; tile++) {
       const int index = at.index;
-      const int64_t row = at.block < 0 ? -1
-                                       : kvl__row_at(&a.cache, &a.cache.key, at.block,
-                                                     w.kv_head, at.token);
+      row = at.block < 0 ? -1
+                         : (at.block * strips + w.kv_head) * a.cache.block_size + at.token;
       stage.next(tile);
       const int s = stage.now;
 #pragma unroll
@@ -313,7 +342,7 @@ __device__ void bring_latents(const kvl_paged_attention_args &a, const wgmma_pla
         const int piece = latent_piece(i);
         const uint32_t full = memory.full(s, piece);
         const uint32_t to = memory.keys(s) + latent_piece_at(piece) +
-                            share * 4 * latent_group(piece);
+                            share * 4 * latent_group(piece) + swizzled<8>(r, at8);
         barrier_wait(memory.empty(s, piece), stage.parity() ^ 1);
         if (i == LATENT_PIECES - 1) { /* all of the last tile here was read */
           memory.indices[s][share * WARP + lane] = index;
@@ -322,19 +351,8 @@ __device__ void bring_latents(const kvl_paged_attention_args &a, const wgmma_pla
           if (lane == 0) memory.spans[s][share] = span;
           barrier_arrive(full);
         }
-#pragma unroll 2
-        for (int first = 0; first < WARP; first += 4) {
-          const int64_t found = __shfl_sync(ALL_LANES, (long long)row, first + r);
-          const char *const from = cache + (found < 0 ? 0 : found);
-          const uint32_t to8 = to + first / 8 * latent_group(piece) +
-                               swizzled<8>((first + r) % 8, at8);
-#pragma unroll
-          for (int j = 0; j < latent_parts(piece); j++) {
-            const int part = latent_part(piece) + j;
-            copy_async(to8 + j * 1024, from + part * 128,
-                       found >= 0 && part * 8 + at8 < pieces);
-          }
-        }
+        if (pieces == shape::KEY_DIMS / 8) copy(piece, to, true);
+        else copy(piece, to, false);
         barrier_arrive_copied(full);
       }
       stage.done();

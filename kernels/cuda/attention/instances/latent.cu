@@ -18,6 +18,8 @@ bool is_f8(const kvl_paged_attention_args &a) { return a.cache.codec == KVL_CODE
 
 bool takes(const kvl_paged_attention_args &a, int device) {
   if (!is_hopper_device(device) || a.dtype == KVL_DTYPE_F32) return false;
+  if (a.cache.blocks * a.cache.bytes_page / a.cache.key.bytes_row > INT_MAX)
+    return false; /* more rows than bring_latents can number */
   return is_f8(a) ? a.cache.value.dim == VALUES
                   : a.cache.codec == a.dtype && a.cache.value.dim <= VALUES;
 }
