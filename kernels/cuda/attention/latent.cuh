@@ -679,24 +679,24 @@ __device__ __forceinline__ void attend_latents(const kvl_paged_attention_args &a
   ask_for_tables(a);
   /* warp is the same in all lanes; the shuffle tells the compiler so. */
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
-  if (warp != shape::FINDER) {
-    begin_after_others();
-    let_next_start();
-  }
   if (warpgroup == 1 || warpgroup == 2) {
-    wait_for_previous(); /* a second time it costs nothing; tools/early_writes.lua sees it */
+    begin_beside_finder();
     registers_take<shape::TAKE>();
     if constexpr (shape::FEW)
       latent_few<T, shape, H>(a, plan, hook, memory, warpgroup - 1).attend();
     else latent_many<T, shape, H>(a, plan, hook, memory, warpgroup - 1).attend();
   } else {
     registers_give<shape::GIVE>();
-    if constexpr (shape::F8)
+    if constexpr (shape::F8) {
+      if (warp != shape::FINDER) begin_beside_finder();
       latent_converter<T, shape>(a, plan, memory, warp < 4 ? warp : warp - 8).bring();
-    else if (warp == shape::FINDER) find_work(a, plan, memory);
+    } else if (warp == shape::FINDER) find_work(a, plan, memory);
     else if (plan.box == 0 && warp < 2) bring_latents(a, plan, memory, warp);
     else if (warp == 0) bring_boxes(a, maps, plan, memory);
-    else bring_queries<T>(a, memory, 2 - warp, plan.box == 0 ? 1 : 2);
+    else {
+      begin_beside_finder();
+      bring_queries<T>(a, memory, 2 - warp, plan.box == 0 ? 1 : 2);
+    }
   }
 #endif
 }

@@ -142,6 +142,32 @@ private:
 
 /* ---- producers ------------------------------------------------------------------------- */
 
+/* Every warp but the finder waits here; then the next kernel may start. */
+__device__ __forceinline__ void begin_beside_finder() {
+  begin_after_others();
+  let_next_start();
+}
+
+/* each_work, whose work begins with begin(w). Instructions that run for the first time come from
+ * memory, so it is rehearsed while the first work is being found, with a piece of work without
+ * tiles: what it reads exists, but may be any numbers. (A tree's mask would then be read
+ * anywhere.) */
+template <class shape, class B, class F>
+__device__ __forceinline__ void each_rehearsed(const kvl_paged_attention_args &a,
+                                               const latent_memory<shape> &memory, B begin,
+                                               F f) {
+  wgmma_work w = {};
+  w.set_length(a, INT_MAX, 1);
+  for (uint32_t n = 0;; n++) {
+    if (n > 0 || !a.tree) begin(w);
+    if (n == 0) begin_beside_finder();
+    else f(w);
+    w = memory.wait_work(n);
+    memory.work_done(n);
+    if (w.tokens == 0) return;
+  }
+}
+
 /* Copies the rows of Q for a piece of work, or one of `shares` equal shares of these rows. */
 template <class T, class shape>
 __device__ __forceinline__ void copy_queries(const kvl_paged_attention_args &a,
@@ -329,8 +355,10 @@ __device__ void bring_latents(const kvl_paged_attention_args &a, const wgmma_pla
         }
       }
   };
-  each_work(memory, [&](const wgmma_work &w) {
+  auto begin = [&](const wgmma_work &w) {
     at.begin_work(w, share * WARP + lane, shape::KEYS);
+  };
+  each_rehearsed(a, memory, begin, [&](const wgmma_work &w) {
     for (int tile = 0; tile < w.tiles; tile++) {
       const int index = at.index;
       row = at.block < 0 ? -1
@@ -375,8 +403,8 @@ __device__ void bring_boxes(const kvl_paged_attention_args &a, const wgmma_maps 
   latent_stage<shape> stage;
   uint32_t sides = 0; /* bit s: the parity of the sides of stage s */
   latent_look_up at(a, plan);
-  each_work(memory, [&](const wgmma_work &w) {
-    at.begin_work(w, g * 8, shape::KEYS);
+  auto begin = [&](const wgmma_work &w) { at.begin_work(w, g * 8, shape::KEYS); };
+  each_rehearsed(a, memory, begin, [&](const wgmma_work &w) {
     for (int tile = 0; tile < w.tiles; tile++) {
       const int index = at.index;
       const bool there = index != NO_KEYS, filled = there && index + 8 <= w.length;

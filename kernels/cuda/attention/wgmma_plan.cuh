@@ -212,29 +212,30 @@ struct wgmma_work {
   __device__ wgmma_work(const kvl_paged_attention_args &a, const wgmma_plan &plan, int entry,
                         int known = -1)
       : tokens(0), part(-1) {
-    int all; /* the length of the sequence */
     if (!a.starts) {
       token0 = seq = entry;
       tokens = 1;
-      all = known < 0 ? a.lens[seq] : known;
-      index0 = all - 1;
-    } else {
-      /* The tiles of sequence s have numbers from starts[s] / tokens_tile + s on. */
-      int low = 0, high = (int)a.seqs;
-      while (low < high) {
-        const int middle = (low + high) / 2;
-        if ((int)plan.by_tile.quotient(a.starts[middle]) + middle <= entry) low = middle + 1;
-        else high = middle;
-      }
-      seq = low - 1;
-      if (seq < 0) return;
-      const int start = a.starts[seq], end = a.starts[seq + 1];
-      token0 = start + (entry - ((int)plan.by_tile.quotient(start) + seq)) * plan.tokens_tile;
-      if (token0 >= end) return;
-      tokens = min(plan.tokens_tile, end - token0);
-      all = a.lens[seq];
-      index0 = all - (end - token0);
+      set_length(a, known < 0 ? a.lens[seq] : known, 1);
+      return;
     }
+    /* The tiles of sequence s have numbers from starts[s] / tokens_tile + s on. */
+    int low = 0, high = (int)a.seqs;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if ((int)plan.by_tile.quotient(a.starts[middle]) + middle <= entry) low = middle + 1;
+      else high = middle;
+    }
+    seq = low - 1;
+    if (seq < 0) return;
+    const int start = a.starts[seq], end = a.starts[seq + 1];
+    token0 = start + (entry - ((int)plan.by_tile.quotient(start) + seq)) * plan.tokens_tile;
+    if (token0 >= end) return;
+    tokens = min(plan.tokens_tile, end - token0);
+    set_length(a, a.lens[seq], end - token0);
+  }
+  /* The length of the sequence; token0 is the first of its newest `count` tokens. */
+  __device__ void set_length(const kvl_paged_attention_args &a, int all, int count) {
+    index0 = all - count;
     length = (int)min((int64_t)all, a.max_blocks * a.cache.block_size);
   }
 
@@ -246,6 +247,10 @@ struct wgmma_work {
     heads_each = min(plan.group - first, rows);
   }
 
+  /* The tiles of a list, of which some may hold no keys. */
+  template <class shape> static __device__ int list_tiles(const kvl_paged_attention_args &a) {
+    return max(1, (int)((a.max_selected + shape::KEYS - 1) / shape::KEYS));
+  }
   /* Finds the tiles of keys. A selection counts as if it were full; with set_lane and
    * `exact` a warp searches it. */
   template <class shape>
@@ -254,7 +259,7 @@ struct wgmma_work {
     if constexpr (shape::LATENTS) {
       if (a.listed) {
         first_key = 0;
-        tiles = max(1, (int)((a.max_selected + shape::KEYS - 1) / shape::KEYS));
+        tiles = list_tiles<shape>(a);
         return;
       }
     }
@@ -472,6 +477,36 @@ __device__ __forceinline__ void begin_after_others() {
   wait_for_previous();
 }
 
+/* each_piece for lists of one token for each sequence: all items have equally many tiles, so the
+ * pieces need no search. */
+template <class shape, class F>
+__device__ void each_listed(const kvl_paged_attention_args &a, const wgmma_plan &plan,
+                            F give) {
+  wgmma_work w;
+  const uint32_t tiles = w.list_tiles<shape>(a), groups = plan.groups();
+  const uint32_t total = plan.entries * groups * tiles, shares = shares_used(plan, total);
+  const uint32_t share = plan.by_side.quotient(blockIdx.x);
+  const int beside = blockIdx.x - share * plan.side;
+  const share_tiles mine(total, share, shares);
+  for (uint32_t at = share < shares ? mine.begin : total; at < mine.end && at < total;) {
+    const uint32_t item = at / tiles, begin = at - item * tiles;
+    const int entry = item / groups, lane = (item - entry * groups) * plan.side + beside;
+    w.token0 = w.seq = entry, w.tokens = 1;
+    w.first_key = begin * shape::KEYS, w.tiles = min(tiles - begin, mine.end - at);
+    w.part = w.tiles < (int)tiles ? plan.part(share, beside, begin == 0) : -1;
+    w.set_lane(plan, lane, shape::ROWS);
+    if (at == mine.begin) begin_after_others();
+    wait_for_previous(); /* a second time it costs nothing; tools/early_writes.lua sees it */
+    w.set_length(a, max(a.lens[entry], 0), 1);
+    give(w);
+    const uint32_t last = w.part < 0 ? share : share_of(total, at + tiles - 1, shares);
+    if (begin == 0 && threadIdx.x % WARP == 0)
+      plan.cuts[entry * plan.lanes + lane] = {(uint16_t)share, (uint16_t)(last - share + 1)};
+    at += w.tiles;
+  }
+  if (share >= shares) begin_after_others();
+}
+
 /* Calls give(work) for the pieces of this thread block's share. A warp calls it, while the others
  * set up the block's memory and meet it at a barrier. To find the first piece takes long,
  * mostly because its instructions come from memory, so a decode step of up to 32 sequences
@@ -480,6 +515,8 @@ __device__ __forceinline__ void begin_after_others() {
 template <class shape, class F>
 __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                            F give) {
+  if constexpr (shape::LATENTS)
+    if (a.listed && !a.starts) return each_listed<shape>(a, plan, give);
   const int lane = threadIdx.x % WARP;
   const bool has = lane < a.seqs;
   bool early = !a.starts && plan.entries <= WARP, found;
