@@ -80,6 +80,20 @@ describe("house", function()
     assert.equal("", table.concat(found, "\n"))
   end)
 
+  it("has comments that name only files that there are", function()
+    local missing = {}
+    for _, file in ipairs(house.c(root).files) do
+      local text = assert(io.open(root .. "/" .. file)):read "*a"
+      for _, room in ipairs { "kernels", "notes", "bench", "spec", "tools" } do
+        for path in text:gmatch(room .. "/[%w_/.-]+%.%l+") do
+          local there = path:find "NAME" or io.open(root .. "/" .. path)
+          if not there then missing[#missing + 1] = file .. ": " .. path end
+        end
+      end
+    end
+    assert.equal("", table.concat(missing, "\n"))
+  end)
+
   describe("as docs/architecture.md shows it", function()
     local files = require "kvlab.files"
     local docs = root .. "/docs/"

@@ -1,12 +1,11 @@
 --- Attention may look for its work while the kernel before it still runs. It has to see
--- the lengths that this kernel writes: the same bits as with lengths that stood there
--- before.
+-- the lengths, tables and lists that this kernel writes: the same bits as with those that
+-- stood there before.
 local kv = require "kvlab"
 local S = require "spec.support"
 
 local cpu = kv.device "cpu"
-local BLOCK, BLOCKS, SEQS = 16, 64, 3
-local LENGTHS, SHORT = { 900, 1000, 17 }, { 5, 980, 0 }
+local BLOCK, BLOCKS, SEQS, LISTED = 16, 64, 3, 128
 
 -- Heads on a KV head: for a decode kernel, and for one with many rows; over latents, for
 -- few rows and for many.
@@ -22,27 +21,46 @@ local function inputs(dev, c)
     or { BLOCKS * SEQS, 2, 1, BLOCK, c.dim }
   return { format = format, q = S.randn(cpu, "bf16", { SEQS, c.heads, c.dim }, 1):to(dev),
     cache = S.randn(cpu, "bf16", shape, 2):to(dev),
-    tables = kv.arange(dev, "i32", BLOCKS * SEQS):reshape { SEQS, BLOCKS } }
+    tables = kv.arange(dev, "i32", BLOCKS * SEQS):reshape { SEQS, BLOCKS },
+    lens = kv.from(dev, "i32", { SEQS }, { 900, 1000, 17 }) }
 end
 
-local function check(dev)
+local function list(dev, seed)
+  return kv.randint(cpu, "i32", { SEQS, 1, LISTED }, { seed = seed, low = 0, high = 900 })
+    :to(dev)
+end
+
+--- What is written late, and what stands there before.
+local LATE = {
+  lens = function(dev) return kv.from(dev, "i32", { SEQS }, { 5, 980, 0 }) end,
+  tables = function(dev)
+    local last = BLOCKS * SEQS - 1
+    return (kv.full(dev, "i32", { last + 1 }, last) - kv.arange(dev, "i32", last + 1))
+      :reshape { SEQS, BLOCKS }
+  end,
+  listed = function(dev) return list(dev, 4) end,
+}
+
+local function check(dev, name)
   for _, c in ipairs(CASES) do
     local a = inputs(dev, c)
-    a.lens = kv.from(dev, "i32", { SEQS }, LENGTHS)
+    if name == "listed" then a.listed = list(dev, 3) end
     local want = kv.ops.paged_attention(a):list()
-    local short = kv.from(dev, "i32", { SEQS }, SHORT)
-    local more = a.lens - short
+    local before = LATE[name](dev)
+    local more = a[name] - before
     for try = 1, 20 do
-      a.lens = short:clone()
+      a[name] = before:clone()
       dev:sync()
-      a.lens:add(more, a.lens)
+      a[name]:add(more, a[name])
       S.equal(kv.ops.paged_attention(a), want,
-        ("%d heads of %d, try %d"):format(c.heads, c.dim, try))
+        ("%s, %d heads of %d, try %d"):format(name, c.heads, c.dim, try))
     end
   end
 end
 
-describe("attention right behind a kernel that writes lengths", function()
-  S.it_on_cpu("sees them", check)
-  S.it_on_gpu("sees them", check)
+describe("attention right behind a kernel that writes", function()
+  for _, name in ipairs { "lens", "tables", "listed" } do
+    S.it_on_cpu(name .. " sees them", function(dev) check(dev, name) end)
+    S.it_on_gpu(name .. " sees them", function(dev) check(dev, name) end)
+  end
 end)

@@ -13,7 +13,7 @@
  * Limit   memory: reads are sequential, writes are whole rows of head_dim elements
  * Best    4096 tokens, 8 heads x 128: bf16 12.5 us, 0.87 of the run's read bandwidth; bf16 to
  *         f8e4m3 14.1 us, 0.58 (3.0 us of it are an empty launch, the rest is divisions)
- *         (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu) */
+ *         (H100 80GB HBM3, 2026-11-21) */
 #include "args/attention.h"
 #include "cuda/attention/append_latent.cuh"
 

@@ -8,7 +8,7 @@
  * Limit   memory. A block of the pool is one contiguous run; a thread block copies 16 KiB of
  *         it, with four 16-byte loads in flight per thread. Exact.
  * Best    1024 blocks of 64 KiB: 46.3 us, 0.94 of the run's read bandwidth; of 32 KiB 22.6
- *         us, 0.96 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu) */
+ *         us, 0.96 (H100 80GB HBM3, 2026-11-21) */
 #include "args/attention.h"
 #include "cuda/elementwise.cuh"
 

@@ -149,15 +149,15 @@ __device__ __forceinline__ void begin_beside_finder() {
 }
 
 /* each_work, whose work begins with begin(w). Instructions that run for the first time come from
- * memory, so it is rehearsed while the first work is being found, with a piece of work without
- * tiles: what it reads exists, but may be any numbers. (A tree's mask would then be read
- * anywhere.) */
+ * memory, so it is rehearsed while the first work is being found, with keys behind every list
+ * and sequence: then begin reads nothing that earlier kernels may still write. (With a tree it
+ * would read a length.) */
 template <class shape, class B, class F>
 __device__ __forceinline__ void each_rehearsed(const kvl_paged_attention_args &a,
                                                const latent_memory<shape> &memory, B begin,
                                                F f) {
   wgmma_work w = {};
-  w.set_length(a, INT_MAX, 1);
+  w.first_key = 1 << 30;
   for (uint32_t n = 0;; n++) {
     if (n > 0 || !a.tree) begin(w);
     if (n == 0) begin_beside_finder();
@@ -230,7 +230,7 @@ struct latent_keys {
      * that it does not see is not a key either. */
     begin = window_begin(a, w.index0);
     end = a.listed && a.causal ? min(w.index0 + 1, w.length) : w.length;
-    seq = w.seq, token = w.token0, length = a.lens[w.seq];
+    seq = w.seq, token = w.token0, length = a.tree ? a.lens[w.seq] : 0;
     tree = a.listed || !a.starts ? tree_begin(a, length) : INT_MAX;
   }
   __device__ __forceinline__ int entry_of(int key) const {

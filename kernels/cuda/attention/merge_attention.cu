@@ -11,7 +11,7 @@
  * Limit      memory. The lanes of a row lie in one warp: all of them read the row's two lse
  *            before one of them writes it, so lse may be written in place.
  * Best       4096 x 32 rows of 128: bf16 34.7 us, 0.96 of the run's read bandwidth; f32
- *            70.4 us, 0.94 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu)
+ *            70.4 us, 0.94 (H100 80GB HBM3, 2026-11-21)
  * Tolerance  1e-6 relative in f32; in f16 and bf16 half an ulp of out more.
  * Source     Rabe and Staats 2021; FlashInfer's state merge (Ye et al. 2025). */
 #include "args/attention.h"

@@ -18,7 +18,7 @@
  * Limit   memory; the launch for the tokens of a decode step
  * Best    32 and 8 heads x 128, bf16: 4096 tokens 35.7 us, 0.92 of the run's read bandwidth
  *         (three launches 46.9 us), to f8e4m3 35.4 us, 0.85; 16 tokens 6.2 us (12.7 us), an
- *         empty launch 3.0 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu) */
+ *         empty launch 3.0 (H100 80GB HBM3, 2026-11-21) */
 #include "args/attention.h"
 #include "args/linear.h"
 #include "cuda/attention/append_latent.cuh"

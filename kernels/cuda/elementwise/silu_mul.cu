@@ -5,7 +5,7 @@
  * Limit   memory bandwidth
  * Best    bf16 [4096, 14336]: 112 us, 1.02 of the run's read bandwidth (the last writes are
  *         still in L2); with an IEEE division 130 us. f32 227 us, 1.01
- *         (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu) */
+ *         (H100 80GB HBM3, 2026-11-21) */
 #include "args/elementwise.h"
 #include "cuda/elementwise.cuh"
 #include "cuda/elementwise/silu.cuh"

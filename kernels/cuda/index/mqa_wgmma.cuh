@@ -24,10 +24,10 @@
  * Limit     tensor cores: 256 cycles for 64 x 128 products of dim 128, and beside them 128
  *           issue slots of relu and sums per scheduler; over index-K memory: the memory
  * Tolerance 2e-4 of the sum of |terms|: the tensor cores keep about 14 bits
- * Best      H100 80GB HBM3, 2026-11-21, kernels/dev/mqa_logits.cu: 64 heads of 128, f32;
+ * Best      H100 80GB HBM3, 2026-11-21: 64 heads of 128, f32;
  *           causal 2048 x 32K 1083 TFLOP/s, 4096 x 64K 1061 (GEMM 8192^3 1489); decode over
  *           blocks of 64, 64 x 64K 0.89 of R = 3082 GB/s, 16 x 32K 0.72
- * Versions  kernels/dev/mqa_logits.cu
+ * Versions  notes/20261121-mqa-logits.md
  * Source    DeepGEMM's sm90_fp8_mqa_logits: tokens as M, heads as N, one producer */
 #ifndef KVL_CUDA_MQA_WGMMA_CUH
 #define KVL_CUDA_MQA_WGMMA_CUH

@@ -10,7 +10,7 @@
  *
  * Bytes  4 (2) * tokens + 16 k per row and tile. Limit: latency of the phases, see select.cu
  * Best   [64,2^20] f32, k 2048, in tiles of 131072: 373 us (the whole row at once: 380); in
- *        tiles of 32768: 739. H100 80GB HBM3, 2026-11-21, kernels/dev/topk_transform.cu */
+ *        tiles of 32768: 739. H100 80GB HBM3, 2026-11-21 */
 #include "args/index.h"
 #include "cuda/select/radix_select.cuh"
 

@@ -12,7 +12,7 @@
  * Bytes  4 (2) * (tokens + k) a row, and tables. Limit: latency of the phases, see select.cu
  * Best   indices and places, f32, k 2048, cold L2 (an empty launch 3.1): [1,131072] 13.6
  *        and 16.4 us, [64,131072] 26.4 and 28.4, [64,2^20] 380 and 382; H100 80GB HBM3,
- *        2026-11-21, kernels/dev/topk_transform.cu */
+ *        2026-11-21 */
 #include "args/index.h"
 #include "cuda/select/radix_select.cuh"
 

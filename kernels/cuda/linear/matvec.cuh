@@ -8,7 +8,7 @@
  * L2 to prefetch its first row of b. That is a hint and no read, so it does not matter when b
  * was written, or by whom.
  * Limit: the bytes of b at memory bandwidth.
- * Measured: see kernels/dev/matvec.cu. */
+ * Measured: notes/20261122-linear.md. */
 #ifndef KVL_CUDA_MATVEC_CUH
 #define KVL_CUDA_MATVEC_CUH
 

@@ -13,8 +13,8 @@
  * Best    bf16, share of R = 3084 GB/s (above 1: the last writes are still in L2):
  *         [4096, 4096] 21.6 us 1.01, + residual 44.0 us 0.99; [4096, 14336] 77.3 us 0.99,
  *         + residual 168 us 0.91; [131072, 128] 20.9 us 1.04; [16, 4096] 4.4 us, an empty
- *         launch 3.0 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu)
- * Tried   kernels/dev/step.cu
+ *         launch 3.0 (H100 80GB HBM3, 2026-11-21)
+ * Tried   notes/20261121-step.md
  * Source  Zhang and Sennrich 2019 */
 #include "args/linear.h"
 #include "cuda/programmatic.cuh"

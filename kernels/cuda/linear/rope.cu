@@ -9,7 +9,7 @@
  * Bytes   2 * tokens * heads * 2 * pairs * element
  * Limit   memory bandwidth; the launch for a few tokens
  * Best    bf16 [4096, 32, 128]: 22.4 us, 0.97 of the run's read bandwidth; 16 tokens 5.4 us,
- *         an empty launch 3.0 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu)
+ *         an empty launch 3.0 (H100 80GB HBM3, 2026-11-21)
  * Source  Su et al. 2021, the half-split form of Hugging Face */
 #include "args/linear.h"
 #include "cuda/linear/rope.cuh"

@@ -9,7 +9,7 @@
  *
  * Bytes   the keys and their hashes; limit: latency of a tile's steps
  * Best    every token of 2048 blocks of 16, 8 heads x 128, bf16, 64 bits: 114 us; means 56
- *         us, of 16 blocks 9.9 (H100 80GB HBM3, 2026-11-21, cold L2, kernels/dev/hash.cu)
+ *         us, of 16 blocks 9.9 (H100 80GB HBM3, 2026-11-21, cold L2)
  * Source  UCM's GSA on-device, which also hashes tokens where the keys are made */
 #include "args/select.h"
 #include "cuda/divide.cuh"

@@ -10,7 +10,7 @@
  * Bytes      n * kv_heads * (tokens + 1) * head_dim * element; limit: memory
  * Best       2048 blocks of 16, 8 heads x 128: bf16 29.3 us, 0.79 of the run's read bandwidth
  *            (a plain read of as many bytes 27 us), f8e4m3 into bf16 20.6 us, 0.59
- *            (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu)
+ *            (H100 80GB HBM3, 2026-11-21)
  * Tolerance  1e-6 of the largest |k| for fp32 sums of up to 4096 terms in another order than
  *            the CPU's; then the summary's rounding. */
 #include "args/select.h"

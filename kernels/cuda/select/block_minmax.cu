@@ -11,7 +11,7 @@
  * Bytes   n * kv_heads * (tokens + 2) * head_dim * element; limit: memory
  * Best    2048 blocks of 16, 8 heads x 128: bf16 29.5 us, 0.83 of the run's read bandwidth (a
  *         plain read of as many bytes 28 us), f8e4m3 18.7 us, 0.65; 16 blocks 5.8 us, an
- *         empty launch 3.0 (H100 80GB HBM3, 2026-11-21, kernels/dev/step.cu)
+ *         empty launch 3.0 (H100 80GB HBM3, 2026-11-21)
  * Source  Tang et al. 2024 (Quest) */
 #include "args/select.h"
 #include "cuda/select/block_reduce.cuh"

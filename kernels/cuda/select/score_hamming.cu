@@ -14,7 +14,7 @@
  * Bytes   hashes of every block, once; limit: memory
  * Best    16 x 32K tokens, 8 KV heads, 128 bits a token: 29.1 us, 0.76 of the run's read
  *         bandwidth; 8 x 65536 blocks, 8 KV heads, 64 bits a block: 24.2 us, 0.67
- *         (H100 80GB HBM3, 2026-11-21, cold L2, kernels/dev/hash.cu)
+ *         (H100 80GB HBM3, 2026-11-21, cold L2)
  * Source  UCM's GSA on-device */
 #include "args/select.h"
 #include "cuda/select/hamming.cuh"

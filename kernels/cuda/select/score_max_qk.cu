@@ -14,7 +14,7 @@
  * Limit      memory
  * Best       16 x 32K, block 16, 8 KV heads x 128: bf16, group 4 367 us, 0.95 of R = 3098
  *            GB/s, group 8 368 us; f8e4m3, group 4 192 us, 0.90
- *            (H100 80GB HBM3, 2026-11-21, L2 flushed, median of 30, kernels/dev/score.cu)
+ *            (H100 80GB HBM3, 2026-11-21, L2 flushed, median of 30)
  * Tolerance  1e-5 of sum |q_d k_d|: the fp32 sums have another order */
 #include "args/select.h"
 #include "cuda/select/score_rows.cuh"

@@ -13,8 +13,7 @@
  * Bytes      valid blocks * kv_heads * head_dim * element
  * Limit      memory; at 67 MB start and end cost much: a plain read takes 25 us
  * Best       16 x 32K, block 16, bf16, 8 KV heads x 128: groups of 4 and 8 28.5 us, 0.76
- *            of R = 3098 GB/s (H100 80GB HBM3, 2026-11-21, L2 flushed, median of 30,
- *            kernels/dev/score.cu)
+ *            of R = 3098 GB/s (H100 80GB HBM3, 2026-11-21, L2 flushed, median of 30)
  * Tolerance  1e-5 of sum |q_d mean_d|: the fp32 sums have another order
  * Source     the block-mean (landmark) score of InfLLM, MoBA and NSA */
 #include "cuda/select/score_rows.cuh"

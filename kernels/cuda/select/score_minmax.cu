@@ -20,7 +20,7 @@
  *            neighbours in memory), group 8 52.7 us 0.82, group 16 57.3 us 0.76; f8e4m3
  *            32.0 us 0.68; f32 133 us 0.65; bf16, 64 x 32K 193 us 0.90, 1 x 32K 9.0 us;
  *            an empty launch takes 3.0
- *            (H100 80GB HBM3, 2026-11-21, L2 flushed, median of 30, kernels/dev/score.cu)
+ *            (H100 80GB HBM3, 2026-11-21, L2 flushed, median of 30)
  *            128 heads on a KV head: bf16 q 57.5 us, f32 q 88.7 (H200, 2026-11-27)
  * Flops      2 for each summary number and query head, in 16-bit mma
  * Tolerance  1e-5 of sum |q_d| max(|min_d|, |max_d|): the fp32 sums have another order

@@ -15,7 +15,7 @@
  * read is adjacent in memory.
  *
  * The maxima over tokens are joined in shared memory as ordered integers, so the result does
- * not depend on which comes first. Versions and their times: kernels/dev/score.cu. */
+ * not depend on which comes first. */
 #ifndef KVL_CUDA_SCORE_ROWS_CUH
 #define KVL_CUDA_SCORE_ROWS_CUH
 

@@ -31,7 +31,7 @@
  *           5  teams that list what lies within a bracket: the times above, and still the
  *              search for long rows
  *           6  5, with rows of up to 9216 blocks in the registers of one thread block, which
- *              counts equal parts of the range of scores. H200, kernels/dev/select.cu, one
+ *              counts equal parts of the range of scores. H200, one
  *              cold launch and in brackets a link of a chain: [8,2049] k205 5.3 (2.3) us, 5
  *              had 8.6 (5.9); [8,8192] k410 7.7 (4.6), 8.0 (5.9); [128,2049] k205 5.7 (4.0),
  *              8.9 (6.2). A rehearsal with made-up scores before the wait, to bring the

@@ -25,7 +25,7 @@
  *
  * Bytes   hashes of every block, tables, 4 per selected block; limit: latency of the phases
  * Best    64 bits, 30%: [1 row, 8192 blocks] 9.2 us, [8 x 8, 8192] 13.1, [8 x 8, 65536] 34.8
- *         (an empty launch 3.1; H100 80GB HBM3, 2026-11-21, cold L2, kernels/dev/hash.cu)
+ *         (an empty launch 3.1; H100 80GB HBM3, 2026-11-21, cold L2)
  * Source  UCM's GSA on-device; the fused kernel of its guide is only a sketch */
 #include <algorithm>
 #include <type_traits>

@@ -266,9 +266,7 @@ template <int THREADS> int launch(const kvl_select_args &a, const kvl_cuda_queue
   if (a.max_blocks <= 1024) return with(select_row<THREADS, each(1024)>);
   if (a.max_blocks <= 2560) return with(select_row<THREADS, each(2560)>);
   if (a.max_blocks <= 4608) return with(select_row<THREADS, each(4608)>);
-  /* For kernels/dev/select.cu: 256 threads would hold more than 32 each. */
-  if constexpr (each(SHORT_MOST) > 32) return launch<512>(a, q);
-  else return with(select_row<THREADS, each(SHORT_MOST)>);
+  return with(select_row<THREADS, each(SHORT_MOST)>);
 }
 
 }  // namespace short_rows
