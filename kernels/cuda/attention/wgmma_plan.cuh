@@ -482,13 +482,14 @@ __device__ __forceinline__ void begin_after_others() {
 template <class shape, class F>
 __device__ void each_listed(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                             F give) {
-  wgmma_work w;
-  const uint32_t tiles = w.list_tiles<shape>(a), groups = plan.groups();
+  const uint32_t tiles = wgmma_work::list_tiles<shape>(a), groups = plan.groups();
   const uint32_t total = plan.entries * groups * tiles, shares = shares_used(plan, total);
   const uint32_t share = plan.by_side.quotient(blockIdx.x);
   const int beside = blockIdx.x - share * plan.side;
+  if (share >= shares) return begin_after_others();
   const share_tiles mine(total, share, shares);
-  for (uint32_t at = share < shares ? mine.begin : total; at < mine.end && at < total;) {
+  wgmma_work w;
+  for (uint32_t at = mine.begin; at < mine.end; at += w.tiles) {
     const uint32_t item = at / tiles, begin = at - item * tiles;
     const int entry = item / groups, lane = (item - entry * groups) * plan.side + beside;
     w.token0 = w.seq = entry, w.tokens = 1;
@@ -499,12 +500,11 @@ __device__ void each_listed(const kvl_paged_attention_args &a, const wgmma_plan 
     wait_for_previous(); /* a second time it costs nothing; tools/early_writes.lua sees it */
     w.set_length(a, max(a.lens[entry], 0), 1);
     give(w);
-    const uint32_t last = w.part < 0 ? share : share_of(total, at + tiles - 1, shares);
-    if (begin == 0 && threadIdx.x % WARP == 0)
+    if (begin == 0 && threadIdx.x % WARP == 0) {
+      const uint32_t last = w.part < 0 ? share : share_of(total, at + tiles - 1, shares);
       plan.cuts[entry * plan.lanes + lane] = {(uint16_t)share, (uint16_t)(last - share + 1)};
-    at += w.tiles;
+    }
   }
-  if (share >= shares) begin_after_others();
 }
 
 /* Calls give(work) for the pieces of this thread block's share. A warp calls it, while the others

@@ -58,9 +58,9 @@ local function check(dev, name)
   end
 end
 
-describe("attention right behind a kernel that writes", function()
-  for _, name in ipairs { "lens", "tables", "listed" } do
-    S.it_on_cpu(name .. " sees them", function(dev) check(dev, name) end)
-    S.it_on_gpu(name .. " sees them", function(dev) check(dev, name) end)
+describe("attention right behind a kernel that writes sees", function()
+  for name, what in pairs { lens = "lengths", tables = "tables", listed = "lists" } do
+    S.it_on_cpu(what, function(dev) check(dev, name) end)
+    S.it_on_gpu(what, function(dev) check(dev, name) end)
   end
 end)
