@@ -21,13 +21,19 @@ struct divisor {
   }
 };
 
-/* x / n where x * n is below 2^32, in 2 instructions. The host computes the factor from n. */
-inline uint32_t short_factor(uint32_t n) { /* 2^32 / n, rounded up; 0 for n = 1 */
-  return n > 1 ? (uint32_t)((1ull << 32) / n + 1) : 0;
+/* A number n >= 1 that divides x >= 0 in 2 instructions, where x * n is below 2^30. */
+struct short_divisor {
+  int by;
+  uint32_t factor; /* 2^31 / n, rounded up */
+  short_divisor() = default;
+  __host__ __device__ explicit short_divisor(int n)
+      : by(n), factor(((1u << 31) + n - 1) / n) {}
+  __host__ __device__ operator int() const { return by; }
+};
+__device__ __forceinline__ int operator/(int x, short_divisor n) {
+  return __umulhi(2 * x + 1, n.factor);
 }
-__device__ __forceinline__ uint32_t short_quotient(uint32_t x, uint32_t factor) {
-  return factor ? __umulhi(x, factor) : x;
-}
+__device__ __forceinline__ int operator%(int x, short_divisor n) { return x - x / n * n.by; }
 
 /* Integers >= 0 by any divisor. Most fit 32 bits, whose division is several times as fast. */
 __device__ __forceinline__ int64_t quotient_of(int64_t a, int b) {

@@ -180,8 +180,8 @@ template <int N> __device__ __forceinline__ void settle(float (&d)[N]) {
 #define KVL_NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define KVL_NAMES_32 \
   KVL_NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define KVL_NAMES_48 \
-  KVL_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define KVL_NAMES_40 KVL_NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define KVL_NAMES_48 KVL_NAMES_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define KVL_NAMES_64 \
   KVL_NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define KVL_NAMES_96                                                                      \
@@ -225,6 +225,13 @@ __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, b
     if constexpr (half)
       KVL_SHARED_PRODUCT(64, "f16", KVL_NAMES_32, "%32", "%33", "%34", KVL_D32(0));
     else KVL_SHARED_PRODUCT(64, "bf16", KVL_NAMES_32, "%32", "%33", "%34", KVL_D32(0));
+  } else if constexpr (N == 40) {
+    if constexpr (half)
+      KVL_SHARED_PRODUCT(80, "f16", KVL_NAMES_40, "%40", "%41", "%42", KVL_D32(0),
+                         KVL_D8(32));
+    else
+      KVL_SHARED_PRODUCT(80, "bf16", KVL_NAMES_40, "%40", "%41", "%42", KVL_D32(0),
+                         KVL_D8(32));
   } else if constexpr (N == 48) {
     if constexpr (half)
       KVL_SHARED_PRODUCT(96, "f16", KVL_NAMES_48, "%48", "%49", "%50", KVL_D32(0),
@@ -233,7 +240,7 @@ __device__ __forceinline__ void product(float (&d)[N], uint64_t a, uint64_t b, b
       KVL_SHARED_PRODUCT(96, "bf16", KVL_NAMES_48, "%48", "%49", "%50", KVL_D32(0),
                          KVL_D16(32));
   } else {
-    static_assert(N == 64, "8, 16, 24, 32, 64, 96 or 128 columns");
+    static_assert(N == 64, "8, 16, 24, 32, 64, 80, 96 or 128 columns");
     if constexpr (half)
       KVL_SHARED_PRODUCT(128, "f16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D64);
     else KVL_SHARED_PRODUCT(128, "bf16", KVL_NAMES_64, "%64", "%65", "%66", KVL_D64);
@@ -260,47 +267,54 @@ __device__ __forceinline__ void product_turned(float (&d)[N], uint64_t a, uint64
   }
 }
 
-/* d[64 x N] += a b. a is in registers (four 16-bit pairs, laid out like two neighbouring n of
- * d), b in shared memory with k down the rows. */
-#define KVL_REGISTER_PRODUCT(N, TYPE, NAMES, A, B, ...)                                   \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                 \
+/* d[64 x N] = a b (+ d). a is in registers (four 16-bit pairs, laid out like two neighbouring n
+ * of d), b in shared memory with k down the rows. */
+#define KVL_REGISTER_PRODUCT(N, TYPE, NAMES, A, B, ADD, ...)                              \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\n"                           \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES \
                "}, {" A "}, " B ", p, 1, 1, 1;\n}"                                        \
                : __VA_ARGS__                                                              \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add))
 template <class T, int N>
-__device__ __forceinline__ void product(float (&d)[N], const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void product(float (&d)[N], const uint32_t (&a)[4], uint64_t b,
+                                        bool add = true) {
   constexpr bool half = std::is_same_v<T, __half>;
   if constexpr (N == 32) {
     if constexpr (half)
-      KVL_REGISTER_PRODUCT(64, "f16", KVL_NAMES_32, "%32,%33,%34,%35", "%36", KVL_D32(0));
-    else KVL_REGISTER_PRODUCT(64, "bf16", KVL_NAMES_32, "%32,%33,%34,%35", "%36", KVL_D32(0));
+      KVL_REGISTER_PRODUCT(64, "f16", KVL_NAMES_32, "%32,%33,%34,%35", "%36", "%37",
+                           KVL_D32(0));
+    else
+      KVL_REGISTER_PRODUCT(64, "bf16", KVL_NAMES_32, "%32,%33,%34,%35", "%36", "%37",
+                           KVL_D32(0));
   } else if constexpr (N == 48) {
     if constexpr (half)
-      KVL_REGISTER_PRODUCT(96, "f16", KVL_NAMES_48, "%48,%49,%50,%51", "%52", KVL_D32(0),
-                           KVL_D16(32));
+      KVL_REGISTER_PRODUCT(96, "f16", KVL_NAMES_48, "%48,%49,%50,%51", "%52", "%53",
+                           KVL_D32(0), KVL_D16(32));
     else
-      KVL_REGISTER_PRODUCT(96, "bf16", KVL_NAMES_48, "%48,%49,%50,%51", "%52", KVL_D32(0),
-                           KVL_D16(32));
+      KVL_REGISTER_PRODUCT(96, "bf16", KVL_NAMES_48, "%48,%49,%50,%51", "%52", "%53",
+                           KVL_D32(0), KVL_D16(32));
   } else if constexpr (N == 64) {
     if constexpr (half)
-      KVL_REGISTER_PRODUCT(128, "f16", KVL_NAMES_64, "%64,%65,%66,%67", "%68", KVL_D64);
-    else KVL_REGISTER_PRODUCT(128, "bf16", KVL_NAMES_64, "%64,%65,%66,%67", "%68", KVL_D64);
+      KVL_REGISTER_PRODUCT(128, "f16", KVL_NAMES_64, "%64,%65,%66,%67", "%68", "%69",
+                           KVL_D64);
+    else
+      KVL_REGISTER_PRODUCT(128, "bf16", KVL_NAMES_64, "%64,%65,%66,%67", "%68", "%69",
+                           KVL_D64);
   } else if constexpr (N == 96) {
     if constexpr (half)
-      KVL_REGISTER_PRODUCT(192, "f16", KVL_NAMES_96, "%96,%97,%98,%99", "%100", KVL_D64,
-                           KVL_D32(64));
+      KVL_REGISTER_PRODUCT(192, "f16", KVL_NAMES_96, "%96,%97,%98,%99", "%100", "%101",
+                           KVL_D64, KVL_D32(64));
     else
-      KVL_REGISTER_PRODUCT(192, "bf16", KVL_NAMES_96, "%96,%97,%98,%99", "%100", KVL_D64,
-                           KVL_D32(64));
+      KVL_REGISTER_PRODUCT(192, "bf16", KVL_NAMES_96, "%96,%97,%98,%99", "%100", "%101",
+                           KVL_D64, KVL_D32(64));
   } else {
     static_assert(N == 128, "64, 96, 128, 192 or 256 columns");
     if constexpr (half)
-      KVL_REGISTER_PRODUCT(256, "f16", KVL_NAMES_128, "%128,%129,%130,%131", "%132", KVL_D64,
-                           KVL_D32(64), KVL_D32(96));
+      KVL_REGISTER_PRODUCT(256, "f16", KVL_NAMES_128, "%128,%129,%130,%131", "%132", "%133",
+                           KVL_D64, KVL_D32(64), KVL_D32(96));
     else
-      KVL_REGISTER_PRODUCT(256, "bf16", KVL_NAMES_128, "%128,%129,%130,%131", "%132", KVL_D64,
-                           KVL_D32(64), KVL_D32(96));
+      KVL_REGISTER_PRODUCT(256, "bf16", KVL_NAMES_128, "%128,%129,%130,%131", "%132", "%133",
+                           KVL_D64, KVL_D32(64), KVL_D32(96));
   }
 }
 

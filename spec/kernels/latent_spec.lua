@@ -173,6 +173,13 @@ for i = 1, 300 do many[i] = i * 7 % 90 end
 large[#large + 1] = { lens = many, group = 64, head_dim = 128, value_dim = 64,
   dtype = "bf16", block_size = 16 }
 
+for _, dtype in ipairs { "bf16", "f8_latent" } do -- more items than whole rounds of them
+  large[#large + 1] = { lens = { 400 }, rows = { 300 }, group = 64, head_dim = 96,
+    value_dim = 64, dtype = dtype, block_size = 16, listed = "shared", count = 100 }
+  large[#large + 1] = { lens = { 1400 }, rows = { 600 }, group = 64, head_dim = 96,
+    value_dim = 64, dtype = dtype, block_size = 16, window = 300, poison = { 900, 901 } }
+end
+
 local function check_gpu(cuda, cpu, cases)
   for i, c in ipairs(cases) do
     local out, lse = attention.run(cuda, c)

@@ -626,7 +626,12 @@ end)
 local HEADS, KV_HEADS, SIZE = 32, 2, 16
 
 --- Long prefills: of the last n of `keys` tokens of two sequences, in blocks of SIZE.
+-- bad: V of this new token of the first sequence is NaN. Only later ones may see it.
 local LONG = {
+  { head_dim = 128, dtype = "bf16", n = 800 },
+  { head_dim = 96, dtype = "f16", n = 900, causal = false },
+  { head_dim = 128, dtype = "bf16", window = 700, bad = 8 },
+  { head_dim = 64, dtype = "f16", window = 700, alibi = true, bad = 8 },
   { head_dim = 72, dtype = "bf16" }, { head_dim = 88, dtype = "f16", window = 700 },
   { head_dim = 80, dtype = "bf16", soft_cap = 9, alibi = true },
   { head_dim = 136, dtype = "f16", n = 2048, keys = 8192 },
@@ -674,6 +679,14 @@ local function long_inputs(dev, c)
   end
   if c.pinned then memory = kv.pinned(dev, memory:type(), memory:dims()):copy_(memory) end
   local order = support.distinct(support.rng(3), blocks, blocks)
+  if c.bad then
+    local rows = memory:reshape { blocks * 2 * KV_HEADS * SIZE, dim }
+    local at = keys - n + c.bad
+    local block = order[math.floor(at / SIZE) + 1]
+    for head = KV_HEADS, 2 * KV_HEADS - 1 do
+      rows:narrow((block * 2 * KV_HEADS + head) * SIZE + at % SIZE, 1):fill_(0 / 0)
+    end
+  end
   local selection = c.select and long_selection(dev, c.select, blocks / 2)
   local rng, places = support.rng(4), nil
   if c.slots then

@@ -9,8 +9,9 @@
  *   producers   one: a warp finds the work, ahead of the others; a warp brings K and another V
  *               through a ring of tiles of keys, with a copy for every block of the table;
  *               a warp brings Q of the next item while this one is computed
- *   consumers   two, with 64 rows each (one, if there are no more rows; three at head_dim 64):
- *               S = Q K^T and O += P V by wgmma, and the softmax in between in registers
+ *   consumers   two, with 64 rows each (one, if there are no more rows; three at head_dim 64,
+ *               and without a bias at 96 and 128): S = Q K^T and O += P V by wgmma, and the
+ *               softmax in between in registers
  *   copiers     one, if blocks are no multiple of 8 tokens or lie in host memory: two warps
  *               copy the rows of K and two those of V
  *   converters  one, over 8-bit numbers. It turns tiles of f8e4m3 into f16; then Q and P are
@@ -88,6 +89,7 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
   bool second;   /* the work on second rows of lanes is done */
   float sum[2];
   bool ready; /* every row of the warp has a reference */
+  bool fresh; /* this piece has no sums of values yet */
 
   __device__ __forceinline__ wgmma_consumer(const kvl_paged_attention_args &a_,
                                             const wgmma_plan &plan_, const H &hook_,
@@ -130,6 +132,7 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     left = w.tiles;
     low = 0, high = INT_MAX;
     ready = false;
+    fresh = true;
     exists = first_row(consumer, warp) < w.tokens * w.heads_each;
     /* Left out only where no lane has a second row. At head_dim 64 three consumers lack the
      * registers for this branch: a hook took up to 1.28 times as long with it. */
@@ -153,11 +156,9 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
       x.m[i] = has ? -INFINITY : 0.f;
       x.l[i] = 0.f;
     }
-    low = warp_max(low);
-    high = warp_min(high);
+    low = __reduce_max_sync(ALL_LANES, low);
+    high = __reduce_min_sync(ALL_LANES, high);
     if (BIASED && a.tree) high = min(high, tree_begin(a, a.lens[w.seq]) - 1);
-#pragma unroll
-    for (int i = 0; i < D / 2; i++) x.out[i] = 0.f;
   }
 
   /* Turns the products of this lane's row r into scores in base 2. */
@@ -297,11 +298,10 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
   /* Before the first piece of work: a tile of no weights. */
   __device__ __forceinline__ void begin_nothing() {
     left = 0;
+    fresh = true;
     sum[0] = sum[1] = x.l[0] = x.l[1] = 0.f;
 #pragma unroll
     for (float &s : x.s) s = 0.f;
-#pragma unroll
-    for (float &out : x.out) out = 0.f;
   }
   /* Weighs the first tile of the first piece of work; false if there is no work. */
   __device__ __forceinline__ bool begin_first() {
@@ -346,7 +346,8 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
       x.scores(memory.q(q_step % QS, consumer), memory.k(k));
       if (!first) barrier_wait(memory.v_full(v), v_parity);
       products_begin();
-      x.values(memory.v(v));
+      x.values(memory.v(v), fresh);
+      fresh = false;
       products_wait<1>();
       settle(x.s);
       /* The scores of the first tile of a piece become weights when the previous piece is
@@ -392,7 +393,7 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
   if (warp != WORK_FINDER) {
     begin_after_others();
-    if (shape::JOIN_BESIDE || plan.shares == 0) let_next_start();
+    if (shape::JOIN_BESIDE || plan.divided == 0) let_next_start();
   }
   if (warpgroup > 0 && warpgroup <= shape::CONSUMERS) {
     wait_for_previous(); /* a second time it costs nothing; tools/early_writes.lua sees it */

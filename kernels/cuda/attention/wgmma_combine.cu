@@ -19,7 +19,7 @@ struct combined_item {
                                            const wgmma_plan &plan, int item) {
     const int entry = plan.by_lanes.quotient(item), lane = item - entry * plan.lanes;
     wgmma_work w(a, plan, entry);
-    w.set_lane(plan, lane, plan.rows_most);
+    w.set_lane(plan, lane);
     rows = w.rows();
     beside = lane - (int)plan.by_side.quotient(lane) * plan.side;
     if (w.tokens == 0) rows.count = 0;
@@ -32,7 +32,7 @@ struct combined_item {
    * again. room: of a team of all warps, of which the first writes; else NULL. */
   __device__ __forceinline__ bool join(const kvl_paged_attention_args &a,
                                        const wgmma_plan &plan, const combine_lanes &lanes,
-                                       int64_t row, int r, int piece, int end, bool hooked,
+                                       int64_t row, int r, int piece, int end, bool notes,
                                        combine_room *room) const {
     const int D = a.cache.value.dim;
     bool mends = false;
@@ -42,7 +42,7 @@ struct combined_item {
     join_parts(lanes, plan.out, plan.lse, D, piece, end, count, part,
                [&](int dim, float(&x)[4], float m, float sum) {
                  if (room) join_team(*room, x, m, sum);
-                 mends = sum != sum && (hooked || !a.listed);
+                 mends = sum != sum && (notes || !a.listed);
                  if (lanes.mine == 0 && dim < D && !mends)
                    write_row(a, end_row(a, row, m, sum), row, dim, x);
                  if (room) __syncthreads(); /* the first warp has read the others' results */
@@ -68,8 +68,8 @@ struct combine_cut {
 };
 
 /* A warp, or a team of all warps of a block, takes a run of a query row. The warp with the
- * first dims computes the row again if that is necessary (paged_mend.cuh); with a hook, it
- * notes the row. After an attention with few rows the kernel starts early, as paged_combine
+ * first dims computes the row again if that is necessary (paged_mend.cuh), or notes the
+ * row. After an attention with few rows the kernel starts early, as paged_combine
  * does, so what it does before its wait costs nothing.
  * BY_ITEM: a thread block has some rows of one item after the other, each item's in `slices`:
  * for many more rows than the device has warps, and for more items than shares. */
@@ -77,7 +77,7 @@ template <class T, class C, int MOST, bool BY_ITEM>
 __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
     wgmma_combine(const __grid_constant__ kvl_paged_attention_args a,
                   const __grid_constant__ wgmma_plan plan,
-                  const __grid_constant__ combine_cut cut, bool hooked) {
+                  const __grid_constant__ combine_cut cut, bool notes) {
 #if KVL_SM90A
   __shared__ combine_room shared;
   let_next_start();
@@ -85,14 +85,14 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
   const combine_lanes lanes(cut.dim_lanes, cut.team);
   const int runs = cut.by_runs.by, slices = cut.slices;
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-  const int items = plan.entries * plan.lanes;
+  const int items = plan.divided * plan.lanes;
   auto again = [&](int64_t row) { compute_again<T, C, MOST>(a, row); };
   auto join = [&](const combined_item &item, int64_t row, int r, int run) {
     const bool leads = run == 0 && (!room || warp == 0);
     const int begin = run * cut.each, end = min(begin + cut.each, cut.pieces);
-    const bool mends = item.join(a, plan, lanes, row, r, begin, end, hooked, room) && leads;
-    if (hooked && leads && lane == 0) plan.notes[row] = mends;
-    return mends && !hooked;
+    const bool mends = item.join(a, plan, lanes, row, r, begin, end, notes, room) && leads;
+    if (notes && leads && lane == 0) plan.notes[row] = mends;
+    return mends && !notes;
   };
   if constexpr (BY_ITEM) {
     const int rows_each = (plan.rows + slices - 1) / slices;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
         uint32_t rest; /* bit n: row r + n has to be computed again */
         if (whole)
           rest = __ballot_sync(
-              ALL_LANES, !hooked && r + lane < end && plan.notes[item.rows.row(a, r + lane)]);
+              ALL_LANES, !notes && r + lane < end && plan.notes[item.rows.row(a, r + lane)]);
         else rest = join(item, item.rows.row(a, r), r, step - in * runs);
         for (; rest; rest &= rest - 1) again(item.rows.row(a, r + __ffs(rest) - 1));
       }
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
       const int64_t row = item.rows.row(a, r);
       const bool noted = item.count > 1
                              ? join(item, row, r, run)
-                             : !hooked && run == 0 && (!room || warp == 0) && plan.notes[row];
+                             : !notes && run == 0 && (!room || warp == 0) && plan.notes[row];
       if (noted) again(row);
     }
   }
@@ -133,9 +133,9 @@ __global__ void __launch_bounds__(COMBINE_WARPS *WARP, 4)
 }
 
 template <class T, class C, int MOST>
-int launch_codec(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool hooked,
+int launch_codec(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool notes,
                  const kvl_cuda_queue *q) {
-  const int64_t items = (int64_t)plan.entries * plan.lanes, full = 4 * (int64_t)q->sm_count;
+  const int64_t items = (int64_t)plan.divided * plan.lanes, full = 4 * (int64_t)q->sm_count;
   const int parts = plan.shares * plan.side, most = (int)(parts / items + 1);
   auto cut_for = [&](int team) {
     const int dim_lanes = combine_dim_lanes(most, team);
@@ -148,7 +148,7 @@ int launch_codec(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool
   auto launch = [&](auto kernel, combine_cut cut, int64_t blocks, int status) {
     if (status < 0) return status;
     return launch_programmatic(kernel, (unsigned)(blocks < full ? blocks : full),
-                               COMBINE_WARPS * WARP, 0, q, a, plan, cut, hooked);
+                               COMBINE_WARPS * WARP, 0, q, a, plan, cut, notes);
   };
   /* Runs for so many warps or teams at once. */
   auto divide = [&](combine_cut &cut, int64_t at_once) {
@@ -170,23 +170,23 @@ int launch_codec(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool
                 prefer_shared<wgmma_combine<T, C, MOST, true>>(q));
 }
 template <class T>
-int launch_dtype(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool hooked,
+int launch_dtype(const kvl_paged_attention_args &a, const wgmma_plan &plan, bool notes,
                  const kvl_cuda_queue *q) {
   constexpr int LATENT = latent_shape<64>::D;
   if (a.cache.codec == KVL_CODEC_F8_LATENT)
-    return launch_codec<T, f8_latent, LATENT>(a, plan, hooked, q);
-  if (!a.cache.value.begin) return launch_codec<T, T, LATENT>(a, plan, hooked, q);
+    return launch_codec<T, f8_latent, LATENT>(a, plan, notes, q);
+  if (!a.cache.value.begin) return launch_codec<T, T, LATENT>(a, plan, notes, q);
   return with_codec<T>(a.cache.codec, [&](auto of) {
-    return launch_codec<T, typename decltype(of)::C, 256>(a, plan, hooked, q);
+    return launch_codec<T, typename decltype(of)::C, 256>(a, plan, notes, q);
   });
 }
 
 }  // namespace
 
 int launch_wgmma_combine(const kvl_paged_attention_args &a, const wgmma_plan &plan,
-                         bool hooked, const kvl_cuda_queue *q) {
-  return a.dtype == KVL_DTYPE_BF16 ? launch_dtype<__nv_bfloat16>(a, plan, hooked, q)
-                                   : launch_dtype<__half>(a, plan, hooked, q);
+                         bool notes, const kvl_cuda_queue *q) {
+  return a.dtype == KVL_DTYPE_BF16 ? launch_dtype<__nv_bfloat16>(a, plan, notes, q)
+                                   : launch_dtype<__half>(a, plan, notes, q);
 }
 
 }  // namespace kvl

@@ -122,21 +122,53 @@ inline bool wgmma_biased(const kvl_paged_attention_args &a) {
   return a.alibi || a.soft_cap > 0.f || a.tree;
 }
 
+/* Places the partial results of divided work; returns their bytes. */
+template <class shape>
+size_t place_parts(const kvl_paged_attention_args &a, wgmma_plan &plan, char *at) {
+  plan.rows = (int)(a.tokens < plan.tokens_tile ? a.tokens : plan.tokens_tile) * plan.heads;
+  /* A share reads at least 8 times the bytes of its partial result. For latents there is
+   * no such minimum, because a tile takes long. */
+  const int bytes = (shape::BYTES ? 2 : 4) * shape::KEYS; /* a tile's, for one dim */
+  plan.least = shape::LATENTS ? 1 : (8 * 4 * plan.rows + bytes - 1) / bytes;
+  const size_t parts = (size_t)2 * plan.shares * plan.side * plan.rows;
+  plan.out = (float *)at;
+  plan.lse = plan.out + parts * shape::D;
+  plan.cuts = (wgmma_cut *)(plan.lse + parts);
+  return parts * (shape::D + 1) * sizeof(float) +
+         (size_t)plan.divided * plan.lanes * sizeof(wgmma_cut);
+}
+
+/* How many entries to divide after rounds of whole items: those that whole rounds leave, if most
+ * SMs would wait for them, 3% of the time or more. 0 if items may differ much in length, for
+ * then the last ones are short. */
+inline int entries_left(const kvl_paged_attention_args &a, const wgmma_plan &plan,
+                        int64_t busy, int64_t room, int sm_count) {
+  const int64_t items = busy * plan.lanes, left = items % sm_count;
+  if (a.causal && !a.listed && room * a.seqs < 2 * a.tokens) return 0;
+  if (left == 0 || (sm_count - left) * 32 < items) return 0;
+  return ceil_div(left, plan.lanes);
+}
+
 /* Plans the work of a call; returns the bytes of its workspace, which must be 16-byte aligned
  * and may be NULL when only its size is asked for. */
 template <class shape>
 size_t plan_wgmma(const kvl_paged_attention_args &a, bool hooked, int device, int sm_count,
                   wgmma_plan &plan) {
   const int group = (int)(a.heads / a.cache.kv_heads);
-  const int heads_each = group < shape::ROWS ? group : shape::ROWS;
   plan = {};
   plan.consumers = shape::CONSUMERS;
-  plan.rows_most = shape::ROWS;
-  /* A consumer without rows would take part of the tensor cores' time. Without a bias it waits
-   * for memory. */
+  int most_rows = shape::ROWS; /* of an item */
+  const int subgroups = ceil_div(group, shape::ROWS);
+  plan.group = group;
+  plan.heads = short_divisor(ceil_div(group, subgroups));
+  plan.last_heads = short_divisor(group - (subgroups - 1) * plan.heads);
+  /* A consumer without rows would take part of the tensor cores' time. Few rows without a bias
+   * wait for memory. */
   const bool narrows = !shape::LATENTS && (hooked || wgmma_biased(a));
-  while (narrows && plan.consumers > 1 && few_rows(a, plan.rows_most - 64))
-    plan.consumers--, plan.rows_most -= 64;
+  while (plan.consumers > 1 && plan.heads <= most_rows - 64 &&
+         (most_rows / plan.heads.by * plan.heads <= most_rows - 64 ||
+          (narrows && few_rows(a, most_rows - 64))))
+    plan.consumers--, most_rows -= 64;
   plan.by_block = divisor(a.cache.block_size);
   /* A box lies in one share. */
   const int most_keys = shape::KEYS / shape::SHARES;
@@ -146,10 +178,8 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, bool hooked, int device, in
                                    : 1;
   plan.fills = fills;
   const bool listed = shape::LATENTS && a.listed; /* a list is one token's */
-  plan.tokens_tile = a.starts && !listed ? plan.rows_most / heads_each : 1;
+  plan.tokens_tile = a.starts && !listed ? most_rows / plan.heads.by : 1;
   plan.by_tile = divisor(plan.tokens_tile);
-  plan.group = group;
-  const int subgroups = ceil_div(group, shape::ROWS);
   plan.by_subgroups = divisor(subgroups);
   plan.lanes = a.cache.kv_heads * subgroups;
   plan.by_lanes = divisor(plan.lanes);
@@ -173,17 +203,8 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, bool hooked, int device, in
     if (shape::LATENTS) plan.shares = whole_shares(plan.shares, busy * plan.groups());
     const int64_t tiles = plan.entries * (room / shape::KEYS + 1) * plan.groups();
     if (tiles < plan.shares) plan.shares = (int)tiles;
-    plan.rows = (int)(a.tokens < plan.tokens_tile ? a.tokens : plan.tokens_tile) * heads_each;
-    /* A share reads at least 8 times the bytes of its partial result. For latents there is
-     * no such minimum, because a tile takes long. */
-    const int bytes = (shape::BYTES ? 2 : 4) * shape::KEYS; /* a tile's, for one dim */
-    plan.least = shape::LATENTS ? 1 : (8 * 4 * plan.rows + bytes - 1) / bytes;
-    const size_t parts = (size_t)2 * plan.shares * plan.side * plan.rows;
-    plan.out = (float *)at;
-    plan.lse = plan.out + parts * shape::D;
-    plan.cuts = (wgmma_cut *)(plan.lse + parts);
-    return notes + parts * (shape::D + 1) * sizeof(float) +
-           (size_t)plan.entries * plan.lanes * sizeof(wgmma_cut);
+    plan.divided = plan.entries;
+    return notes + place_parts<shape>(a, plan, at);
   }
   /* Takes as many KV heads at once as half of the L2 holds, if these are enough work. */
   const int64_t bytes = room * 2 * a.cache.key.bytes_row;
@@ -191,14 +212,21 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, bool hooked, int device, in
   const int64_t enough = (4 * sm_count + busy - 1) / busy;
   if (section < enough) section = enough;
   plan.section = (int)(section < plan.lanes ? section : plan.lanes);
-  if (plan.section == plan.lanes) return notes;
-  plan.counter = (int *)at;
-  return notes + sizeof(int);
+  size_t parts = 0;
+  plan.divided = entries_left(a, plan, busy, room, sm_count);
+  if (plan.divided > 0) {
+    plan.side = 1, plan.shares = sm_count;
+    parts = place_parts<shape>(a, plan, at);
+  }
+  if (plan.section == plan.lanes) return notes + parts;
+  plan.counter = (int *)(at + parts);
+  return notes + parts + sizeof(int);
 }
 
-/* Joins the partial results of divided work. */
+/* Joins the partial results of divided work. Rows whose sums are not finite are computed again,
+ * or only noted. */
 int launch_wgmma_combine(const kvl_paged_attention_args &a, const wgmma_plan &plan,
-                         bool hooked, const kvl_cuda_queue *q);
+                         bool notes, const kvl_cuda_queue *q);
 
 /* Launches a call that is planned. start(grid, programmatic, map) launches the attention. With a
  * hook, noted rows are left to the caller. */
@@ -208,17 +236,13 @@ int launch_planned(const kvl_paged_attention_args &a, const wgmma_plan &plan, bo
   wgmma_maps map;
   int status = map_cache<T, shape>(a.cache, plan.box, &map);
   if (status < 0) return status;
-  if (plan.shares > 0) {
-    status = start(plan.shares * plan.side, true, map);
-    if (status < 0) return status;
-    return launch_wgmma_combine(a, plan, hooked, q);
-  }
   if (plan.counter)
     status = kvl__cuda_check(cudaMemsetAsync(plan.counter, 0, sizeof(int), q->stream));
   if (status < 0) return status;
-  const int64_t items = (int64_t)plan.entries * plan.lanes;
-  status = start(items < q->sm_count ? (int)items : q->sm_count, false, map);
-  if (status < 0 || hooked) return status;
+  status = start(plan.blocks(q->sm_count), !plan.has_whole(), map);
+  if (status == KVL_OK && plan.divided > 0)
+    status = launch_wgmma_combine(a, plan, hooked || plan.has_whole(), q);
+  if (status < 0 || hooked || !plan.has_whole()) return status;
   if (shape::F8 && a.dtype == KVL_DTYPE_BF16) return launch_mend<__nv_bfloat16, f8e4m3>(a, q);
   return launch_mend<T, typename shape::template cache<T>>(a, q);
 }
@@ -263,6 +287,8 @@ auto with_wgmma_shape(const kvl_paged_attention_args &a, bool hooked, F f) {
     using few = wgmma_shape<D, C, WGMMA_FEW>;
     if (few_rows(a, few::ROWS) && (hooked ? !a.starts : !wgmma_biased(a))) return f(few());
   }
+  if constexpr (many::HAS_PLAIN)
+    if (!hooked && !wgmma_biased(a)) return f(wgmma_shape<D, C, WGMMA_PLAIN>());
   return f(many());
 }
 template <int D, class F>
@@ -287,9 +313,13 @@ template <class T, class C, int D>
 int launch_wgmma_dim(const kvl_paged_attention_args &a, const kvl_cuda_queue *q) {
   return with_wgmma_shape<D, C>(a, false, [&](auto s) {
     using shape = decltype(s);
-    if constexpr (!shape::FEW)
-      if (wgmma_biased(a)) return launch_shape<T, shape, true>(a, q);
-    return launch_shape<T, shape, false>(a, q);
+    if constexpr (shape::HAS_PLAIN) {
+      return launch_shape<T, shape, true>(a, q);
+    } else {
+      if constexpr (shape::HAS_BIAS)
+        if (wgmma_biased(a)) return launch_shape<T, shape, true>(a, q);
+      return launch_shape<T, shape, false>(a, q);
+    }
   });
 }
 

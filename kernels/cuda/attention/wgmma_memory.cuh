@@ -157,8 +157,8 @@ __device__ __forceinline__ int next_row(int n) { return n / 4 * 16 + n % 4; }
 
 /* Asks the L2 for tables and lengths: cold reads of them would be the first things to wait for. */
 __device__ __forceinline__ void ask_for_tables(const kvl_paged_attention_args &a) {
-  const int64_t number = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-  if (number * 32 < a.seqs * a.max_blocks) prefetch_l2(a.tables + number * 32);
+  const int number = blockIdx.x * blockDim.x + threadIdx.x;
+  if (number < (a.seqs * a.max_blocks + 31) / 32) prefetch_l2(a.tables + number * 32);
   if (number * 32 < a.seqs) prefetch_l2(a.lens + number * 32);
   if (a.starts && number * 32 < a.seqs) prefetch_l2(a.starts + number * 32);
 }
@@ -181,12 +181,11 @@ __device__ __forceinline__ void find_work(const kvl_paged_attention_args &a,
     n++;
     if (w.tokens > 0) then(w);
   };
-  if (plan.shares > 0) {
-    each_piece<shape>(a, plan, give);
-  } else {
+  if (plan.has_whole()) {
     begin_after_others();
     each_item<shape>(a, plan, give);
   }
+  if (plan.divided > 0) each_piece<shape>(a, plan, plan.has_whole(), give);
   wgmma_work none;
   none.tokens = 0;
   give(none);

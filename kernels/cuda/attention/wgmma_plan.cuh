@@ -1,20 +1,21 @@
 /* What the thread blocks of paged_wgmma.cuh work on, in which order, and how the work is
  * divided.
  *
- * A tile of tokens is as many new tokens of a sequence as fill 128 query rows with the heads
- * of one KV head's group. An item is such a tile for one KV head ("lane": a KV head, or 128
- * heads of a wider group) and the keys that it sees, in tiles of keys. There are two ways to
- * give items to thread blocks:
+ * A tile of tokens is as many new tokens of a sequence as fill the query rows of all consumers
+ * with the heads of one KV head's group. An item is such a tile for one KV head ("lane": a KV
+ * head, or a part of a wider group) and the keys that it sees, in tiles of keys. There are two
+ * ways to give items to thread blocks:
  *   whole    a thread block takes one item after the other. Long items come first; only as
  *            many KV heads are under way at once as the L2 holds. If these are all KV
  *            heads, the order is reversed in every round, so that every thread block gets
  *            long and short items; otherwise a counter says which thread block takes which
  *            item.
- *   divided  for fewer items. The tiles of keys of all items, in order, are cut into equal
- *            shares, one for each thread block. An item within one share is finished there.
- *            The shares of other items leave partial softmaxes in the workspace, and
- *            wgmma_combine joins them in the order of shares. Items of few keys stay whole
- *            here, too: then partial results would take longer than SMs without work.
+ *   divided  for fewer items, and for those that rounds of whole items leave. The tiles of keys
+ *            of all these items, in order, are cut into equal shares, one for each thread
+ *            block. An item within one share is finished there. The shares of other items
+ *            leave partial softmaxes in the workspace, and wgmma_combine joins them in the
+ *            order of shares. Items of few keys stay whole here, too: then partial results
+ *            would take longer than SMs without work.
  * All sizes that the host does not know are read on the device, so a recorded launch serves
  * later steps. */
 #ifndef KVL_CUDA_WGMMA_PLAN_CUH
@@ -32,6 +33,8 @@ namespace kvl {
 
 /* Which work a kernel is for.
  * MANY    anything else
+ * PLAIN   the same without a bias, at head_dims 96 and 128 over 16-bit KV: the third consumer
+ *         leaves a thread too few registers for a bias
  * FEW     divided work of at most 128 query rows an item (over 8 bits 64, and one consumer),
  *         without a bias, which waits for memory. Over 16-bit KV, at most 64 to 128 KiB are
  *         then in flight on an SM: with more, SMs that are near to the memory run ahead,
@@ -42,7 +45,7 @@ namespace kvl {
  *         such kernel (over 8 bits, at head_dim 256), and with a hook, two of the producers
  *         do it. Over int8, where only memory of the host needs it, MANY is for boxes
  *         unless there is a hook */
-enum wgmma_kind { WGMMA_MANY, WGMMA_FEW, WGMMA_HOOKED, WGMMA_BY_ROW };
+enum wgmma_kind { WGMMA_MANY, WGMMA_PLAIN, WGMMA_FEW, WGMMA_HOOKED, WGMMA_BY_ROW };
 
 /* C: what the cache holds; void: q's dtype. Four more warps turn tiles of 8-bit numbers into
  * what is multiplied: f8e4m3 into f16, int8 with its scales into q's dtype. */
@@ -59,16 +62,20 @@ template <int D_, class C_ = void, wgmma_kind KIND = WGMMA_MANY> struct wgmma_sh
   static constexpr bool HAS_FEW = !BYTES || D <= 192; /* else it would be the same */
   static constexpr bool HAS_BY_ROW = !BYTES && D <= 192, BOXES = HAS_BY_ROW || PACKED;
   static_assert(!BY_ROW || HAS_BY_ROW, "no room for the copying warps");
+  static constexpr bool HAS_BIAS = !FEW && KIND != WGMMA_PLAIN;
+  static constexpr bool HAS_PLAIN = KIND == WGMMA_MANY && !BYTES && (D == 96 || D == 128);
   /* With a fourth warpgroup ptxas has 128 registers, too few for a product of 256 columns.
-   * At head_dim 64 softmax takes longer than the products, and three consumers hide more. */
-  static constexpr int CONSUMERS = BYTES && (FEW || D > 192)    ? 1
-                                   : D == 64 && !FEW && !FOURTH ? 3
-                                                                : 2;
+   * While a consumer computes weights, it gives the tensor cores nothing to do: three consumers
+   * hide more of that than two, and more rows share the keys that come from the L2. */
+  static constexpr int CONSUMERS = BYTES && (FEW || D > 192)                           ? 1
+                                   : KIND == WGMMA_PLAIN || D == 64 && !FEW && !FOURTH ? 3
+                                                                                       : 2;
   static constexpr int ROWS = 64 * CONSUMERS;
   static constexpr int COPIERS = BY_ROW ? 2 : 1; /* warps that copy K, and as many V */
-  static constexpr int KEYS = D > 192 || (LESS && D > 96)  ? 64
-                              : D > 128 || D == 96 && LESS ? 96
-                                                           : 128;
+  static constexpr int KEYS = KIND == WGMMA_PLAIN           ? (D == 96 ? 96 : 80)
+                              : D > 192 || (LESS && D > 96) ? 64
+                              : D > 128 || D == 96 && LESS  ? 96
+                                                            : 128;
   static constexpr int Q_STAGES = FEW || D > 128 ? 1 : 2;
   static constexpr int OUT_WARP_BYTES = 16 * 128; /* of the rows that a warp writes */
   static constexpr int ROOM = (224 << 10) - 4 * CONSUMERS * OUT_WARP_BYTES -
@@ -135,26 +142,33 @@ struct wgmma_cut {
 struct wgmma_plan {
   int box;    /* how many groups of eight keys one copy brings; 0: a copy brings 16 bytes */
   bool fills; /* a row has D numbers; else its last atom is copied by itself */
-  int tokens_tile, lanes, rows_most; /* rows_most: of an item */
-  int group;                         /* heads of a KV head, in so many subgroups */
-  int consumers;                     /* that have work */
-  divisor by_tile, by_block;         /* by tokens_tile and block_size */
+  int tokens_tile, lanes;
+  int group;                       /* heads of a KV head, in subgroups */
+  short_divisor heads, last_heads; /* of a whole subgroup, and of a KV head's last one */
+  int consumers;                   /* that have work */
+  divisor by_tile, by_block;       /* by tokens_tile and block_size */
   divisor by_subgroups, by_lanes, by_side;
   int entries;    /* tiles of tokens that there may be; some of them have no tokens */
+  int divided;    /* the first of them, whose items are divided, after the others if any */
   uint8_t *notes; /* of rows to mend */
   /* If items stay whole: the counter from which thread blocks take their next items, 0 at
    * first (NULL: every block's items are fixed); and how many lanes are under way at once. */
   int *counter;
   int section;
   /* Divided work: `side` lanes are processed side by side, each in at most so many shares
-   * (0: items stay whole) of at least so many tiles. The partial results have `rows` query
+   * of at least so many tiles. The partial results have `rows` query
    * rows each: first for the shares in which an item continues, then for those in which it
    * begins. */
   int side, shares, least, rows;
   float *out;      /* [2 * shares, side, rows, value dim] */
   float *lse;      /* [2 * shares, side, rows], in base 2 */
-  wgmma_cut *cuts; /* [entries, lanes], of items with tokens */
+  wgmma_cut *cuts; /* [divided, lanes], of items with tokens */
   __host__ __device__ int groups() const { return lanes / side; }
+  __host__ __device__ bool has_whole() const { return divided < entries; } /* items */
+  int blocks(int sm_count) const {
+    if (divided > 0) return shares * side;
+    return (int64_t)entries * lanes < sm_count ? entries * lanes : sm_count;
+  }
   /* The index of a partial result; starts: the item begins in the share. */
   __device__ int part(int share, int beside, bool starts) const {
     return (starts ? shares + share : share) * side + beside;
@@ -200,7 +214,8 @@ template <class F> __device__ __forceinline__ int warp_prefix_count(int n, F hol
  * they see. tokens 0: there is no more work. */
 struct wgmma_work {
   int token0, tokens, index0;
-  int kv_head, head0, heads_each, seq, length;
+  int kv_head, head0, seq, length;
+  short_divisor heads_each;
   int first_key; /* of tile 0; no row's window reaches further back */
   int tiles;     /* at least one, even if it has no keys */
   int part;      /* of the partial results; -1: the item is whole */
@@ -239,12 +254,12 @@ struct wgmma_work {
     length = (int)min((int64_t)all, a.max_blocks * a.cache.block_size);
   }
 
-  /* rows: that an item has at most. */
-  __device__ void set_lane(const wgmma_plan &plan, int lane, int rows) {
+  __device__ void set_lane(const wgmma_plan &plan, int lane) {
+    const int subgroups = plan.by_subgroups.by;
     kv_head = plan.by_subgroups.quotient(lane);
-    const int first = (lane - kv_head * (int)plan.by_subgroups.by) * rows;
-    head0 = kv_head * plan.group + first;
-    heads_each = min(plan.group - first, rows);
+    const int subgroup = lane - kv_head * subgroups;
+    head0 = kv_head * plan.group + subgroup * plan.heads;
+    heads_each = subgroup + 1 < subgroups ? plan.heads : plan.last_heads;
   }
 
   /* The tiles of a list, of which some may hold no keys. */
@@ -303,6 +318,10 @@ struct wgmma_work {
   __device__ query_rows rows() const {
     return {token0, head0, heads_each, tokens * heads_each};
   }
+  /* Query row r lies so many rows of q behind the first one. */
+  __device__ int row_from_first(const kvl_paged_attention_args &a, int r) const {
+    return r / heads_each * ((int)a.heads - heads_each) + r;
+  }
 };
 
 /* Finds a key by its entry in the table (or in the selection) and its token there: its
@@ -334,14 +353,14 @@ struct wgmma_key {
 /* Calls give(work) for the whole items of this thread block, in order. A warp calls it. */
 template <class shape, class F>
 __device__ void each_item(const kvl_paged_attention_args &a, const wgmma_plan &plan, F give) {
-  const int items = plan.entries * plan.lanes, in_section = plan.entries * plan.section;
-  const int grid = gridDim.x;
+  const int entries = plan.entries - plan.divided, items = entries * plan.lanes;
+  const int grid = gridDim.x, in_section = entries * plan.section;
   auto give_item = [&](int item) {
     const int first = item / in_section * plan.section, i = item % in_section;
     const int lanes = min(plan.section, plan.lanes - first);
     wgmma_work w(a, plan, plan.entries - 1 - i / lanes);
     if (w.tokens == 0) return;
-    w.set_lane(plan, first + i % lanes, shape::ROWS);
+    w.set_lane(plan, first + i % lanes);
     w.set_tiles<shape>(a, plan, true);
     give(w);
   };
@@ -398,14 +417,14 @@ __device__ __forceinline__ void find_pieces(const kvl_paged_attention_args &a,
   uint32_t mine, upto; /* tiles in all lanes: of this entry; of the entries up to it */
   auto look = [&](int entries) {
     w.tokens = 0;
-    if (entries + lane < plan.entries) w = wgmma_work(a, plan, entries + lane, known);
+    if (entries + lane < plan.divided) w = wgmma_work(a, plan, entries + lane, known);
     if (w.tokens > 0) w.set_tiles<shape>(a, plan, false);
     mine = w.tokens > 0 ? w.tiles * groups : 0;
     upto = warp_scan(mine);
   };
   uint32_t total = 0;
   int there = 0, longest = 0, shortest = INT_MAX; /* entries with tokens; tiles of an item */
-  for (int e = 0; e < plan.entries; e += WARP) {
+  for (int e = 0; e < plan.divided; e += WARP) {
     look(e);
     total += __shfl_sync(ALL_LANES, upto, WARP - 1);
     if constexpr (!shape::LATENTS) {
@@ -422,8 +441,8 @@ __device__ __forceinline__ void find_pieces(const kvl_paged_attention_args &a,
   const share_tiles tiles(total, share, shares);
   uint32_t at = tiles.begin, before = 0;
   const uint32_t end = tiles.end;
-  for (int e = 0, entries = 0; whole.rounds > 0 ? e < plan.entries : at < end; e += WARP) {
-    if (plan.entries > WARP) look(e);
+  for (int e = 0, entries = 0; whole.rounds > 0 ? e < plan.divided : at < end; e += WARP) {
+    if (plan.divided > WARP) look(e);
     const unsigned have = __ballot_sync(ALL_LANES, w.tokens > 0);
     const uint32_t here = before + __shfl_sync(ALL_LANES, upto, WARP - 1);
     for (int round = 0;; round++) {
@@ -459,7 +478,7 @@ __device__ __forceinline__ void find_pieces(const kvl_paged_attention_args &a,
         at += count;
         begins = begin == 0;
       }
-      piece.set_lane(plan, to_lane, shape::ROWS);
+      piece.set_lane(plan, to_lane);
       if (!give(piece)) return;
       if (begins && lane == 0)
         plan.cuts[(e + from) * plan.lanes + to_lane] = {
@@ -483,7 +502,7 @@ template <class shape, class F>
 __device__ void each_listed(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                             F give) {
   const uint32_t tiles = wgmma_work::list_tiles<shape>(a), groups = plan.groups();
-  const uint32_t total = plan.entries * groups * tiles, shares = shares_used(plan, total);
+  const uint32_t total = plan.divided * groups * tiles, shares = shares_used(plan, total);
   const uint32_t share = plan.by_side.quotient(blockIdx.x);
   const int beside = blockIdx.x - share * plan.side;
   if (share >= shares) return begin_after_others();
@@ -495,7 +514,7 @@ __device__ void each_listed(const kvl_paged_attention_args &a, const wgmma_plan 
     w.token0 = w.seq = entry, w.tokens = 1;
     w.first_key = begin * shape::KEYS, w.tiles = min(tiles - begin, mine.end - at);
     w.part = w.tiles < (int)tiles ? plan.part(share, beside, begin == 0) : -1;
-    w.set_lane(plan, lane, shape::ROWS);
+    w.set_lane(plan, lane);
     if (at == mine.begin) begin_after_others();
     wait_for_previous(); /* a second time it costs nothing; tools/early_writes.lua sees it */
     w.set_length(a, max(a.lens[entry], 0), 1);
@@ -508,21 +527,21 @@ __device__ void each_listed(const kvl_paged_attention_args &a, const wgmma_plan 
 }
 
 /* Calls give(work) for the pieces of this thread block's share. A warp calls it, while the others
- * set up the block's memory and meet it at a barrier. To find the first piece takes long,
+ * set up the block's memory and meet it at a barrier, unless this has `begun` already. To find the first piece takes long,
  * mostly because its instructions come from memory, so a decode step of up to 32 sequences
  * guesses: it finds the piece before it waits for earlier kernels, and again if lengths have
  * changed since. */
 template <class shape, class F>
 __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &plan,
-                           F give) {
+                           bool begun, F give) {
   if constexpr (shape::LATENTS)
     if (a.listed && !a.starts) return each_listed<shape>(a, plan, give);
   const int lane = threadIdx.x % WARP;
   const bool has = lane < a.seqs;
-  bool early = !a.starts && plan.entries <= WARP, found;
+  bool early = !begun && !a.starts && plan.divided <= WARP, found;
   int length = -1; /* of the lane's sequence; -1: not known */
-  if (!early) begin_after_others();
-  else if (has) length = max(read_early(a.lens + lane), 0);
+  if (!early && !begun) begin_after_others();
+  if (early && has) length = max(read_early(a.lens + lane), 0);
   /* Waits the first time, and says whether the guess was right. */
   auto holds = [&] {
     const int before = length;

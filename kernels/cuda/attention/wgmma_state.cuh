@@ -36,11 +36,12 @@ template <class T, class shape> struct wgmma_state {
                  matrix_plus(k, d / IN_ATOM * shape::ATOM_BYTES + d % IN_ATOM * 32), d > 0);
     products_commit();
   }
-  __device__ __forceinline__ void values(uint32_t v_at) {
+  /* first: of a piece of work; whatever `out` held is overwritten. */
+  __device__ __forceinline__ void values(uint32_t v_at, bool first) {
     const uint64_t v = matrix_at<ROW_BYTES>(v_at, shape::GROUP_BYTES, shape::ATOM_BYTES);
 #pragma unroll
     for (int k = 0; k < KEYS / 16; k++)
-      product<T>(out, p[k], matrix_plus(v, k * 2 * shape::GROUP_BYTES));
+      product<T>(out, p[k], matrix_plus(v, k * 2 * shape::GROUP_BYTES), k > 0 || !first);
     products_commit();
   }
   /* Turns scores into weights exp2(score - reference), and sums up this lane's. `scale` is
@@ -120,12 +121,12 @@ template <class T, class shape> struct wgmma_state {
   }
   /* Has the lane's row r a sum that is not finite? See paged_mend.cuh. */
   __device__ __forceinline__ bool mends(int r) const {
-    float all = 0.f;
+    float all[4] = {}; /* side by side */
 #pragma unroll
     for (int n = 0; n < D / 8; n++)
 #pragma unroll
-      for (int c = 0; c < 2; c++) all += out[4 * n + 2 * r + c];
-    return !(warp_sum<4>(all) * 0.f == 0.f);
+      for (int c = 0; c < 2; c++) all[n % 2 * 2 + c] += out[4 * n + 2 * r + c];
+    return !(warp_sum<4>((all[0] + all[1]) + (all[2] + all[3])) * 0.f == 0.f);
   }
   __device__ __forceinline__ float largest(int r) const {
     float top[2] = {-INFINITY, -INFINITY};
@@ -279,26 +280,32 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
   constexpr int D = shape::D, COLUMNS = shape::ATOM, PIECES = COLUMNS / 8;
   constexpr int ROWS = WARP / PIECES; /* that are stored at once */
   const int lane = threadIdx.x % WARP, head_dim = a.cache.value.dim;
-  const query_rows rows = w.rows();
+  const int count = w.tokens * w.heads_each;
+  const int64_t first_row = w.token0 * a.heads + w.head0;
   const float v_scale = value_scale<shape>(a, w);
-  float scale[2];
+  float sum[2], scale[2];
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    const float sum = warp_sum<4>(x.l[i]);
-    scale[i] = sum == 0.f ? 0.f : 1.f / sum;
+    sum[i] = warp_sum<4>(x.l[i]);
+    scale[i] = sum[i] == 0.f ? 0.f : __fdividef(1.f, sum[i]);
     if (shape::F8) scale[i] *= v_scale;
-    const int own = r + next_row(lane / 4) + SECOND_ROW * i;
-    const int64_t row = rows.row(a, own);
-    const bool mends = x.mends(i), first = lane % 4 == 0 && own < rows.count;
-    if (first) plan.notes[row] = mends;
-    if (first && a.lse) a.lse[row] = sum == 0.f ? -INFINITY : (x.m[i] + log2f(sum)) * LN2;
   }
-  T *to[16 / ROWS]; /* where this lane's pieces go; NULL: there is no such row */
+  const bool mends[2] = {x.mends(0), x.mends(1)};
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int own = r + next_row(lane / 4) + SECOND_ROW * i;
+    const int64_t row = first_row + w.row_from_first(a, own);
+    if (lane % 4 || own >= count) continue;
+    plan.notes[row] = mends[i];
+    if (a.lse) a.lse[row] = sum[i] == 0.f ? -INFINITY : (x.m[i] + log2f(sum[i])) * LN2;
+  }
+  /* This lane's pieces of rows begin here; -1: there is no such row. */
+  T *const out = (T *)a.out + first_row * head_dim + lane % PIECES * 8;
+  int to[16 / ROWS];
 #pragma unroll
   for (int j = 0; j < 16 / ROWS; j++) {
     const int row = r + next_row(j * ROWS + lane / PIECES);
-    to[j] = row < rows.count ? (T *)a.out + rows.row(a, row) * head_dim + lane % PIECES * 8
-                             : nullptr;
+    to[j] = row < count ? w.row_from_first(a, row) * head_dim : -1;
   }
 #pragma unroll
   for (int c = 0; c < D / COLUMNS; c++) {
@@ -319,8 +326,8 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
     for (int j = 0; j < 16 / ROWS; j++) {
       const uint4 y = load_shared(at +
                                   swizzled<PIECES>(j * ROWS + lane / PIECES, lane % PIECES));
-      if (to[j] && c * COLUMNS + lane % PIECES * 8 < head_dim)
-        *(uint4 *)(to[j] + c * COLUMNS) = y;
+      if (to[j] >= 0 && c * COLUMNS + lane % PIECES * 8 < head_dim)
+        *(uint4 *)(out + to[j] + c * COLUMNS) = y;
     }
   }
 }

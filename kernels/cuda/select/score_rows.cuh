@@ -27,12 +27,12 @@
 
 namespace kvl {
 
-/* tiles_factor is for short_quotient, to divide by the tiles of a block; SCORE_TILES only. */
+/* by_tiles: the tiles of a block; SCORE_TILES only. */
 template <class T, int D, score_kind KIND>
 __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
                                   score_shape<T, D, KIND>::BLOCKS)
     score_rows(const __grid_constant__ score_call a, int parts, int each, int terms,
-               uint32_t tiles_factor) {
+               short_divisor by_tiles) {
   using shape = score_shape<T, D, KIND>;
   constexpr bool OF_TOKENS = KIND == SCORE_MAX_QK || KIND == SCORE_TILES;
   constexpr int STAGES = shape::STAGES, WARPS = shape::WARPS, ITEMS = shape::ITEMS;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(score_shape<T, D, KIND>::WARPS *WARP,
   /* Looks up the block of a tile, or of this lane's item in the tile, while the length is
    * still loading. */
   auto block_of = [&](int tile) {
-    if constexpr (KIND == SCORE_TILES) return (int)short_quotient(tile, tiles_factor);
+    if constexpr (KIND == SCORE_TILES) return tile / by_tiles;
     const int item = tile * ITEMS + lane % ITEMS;
     return KIND == SCORE_MAX_QK ? item / block_size : item;
   };
@@ -456,9 +456,9 @@ int launch_score_dim(const score_call &a, const kvl_cuda_queue *q, int64_t each 
   int status = allow_shared<score_rows<T, D, KIND>>(q, q->shared_optin);
   if (status < 0) return status;
   const unsigned grid = (unsigned)(parts * a.seqs * a.kv_heads);
-  const uint32_t factor = short_factor(KIND == SCORE_TILES ? a.block_size / shape::ITEMS : 1);
+  const short_divisor by_tiles(KIND == SCORE_TILES ? a.block_size / shape::ITEMS : 1);
   return launch_programmatic(score_rows<T, D, KIND>, grid, shape::WARPS * WARP, bytes, q, a,
-                             (int)parts, (int)each, terms, factor);
+                             (int)parts, (int)each, terms, by_tiles);
 }
 
 template <class T, score_kind KIND>

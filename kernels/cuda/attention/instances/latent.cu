@@ -74,11 +74,13 @@ template <class T, class C>
 int finish_tiles(const kvl_hooked_attention_args &h, const wgmma_plan &plan,
                  const kvl_cuda_queue *q) {
   const kvl_paged_attention_args &a = h.base;
-  const bool hides = h.hook && !h.only_keeps;
-  const int status = plan.shares > 0 ? launch_wgmma_combine(a, plan, hides, q) : KVL_OK;
-  if (status < 0) return status;
+  const bool hides = h.hook && !h.only_keeps, whole = plan.has_whole();
+  if (plan.divided > 0) {
+    const int status = launch_wgmma_combine(a, plan, hides || whole, q);
+    if (status < 0) return status;
+  }
   if (hides) return launch_hooked_mend<T, C>(h, q);
-  return plan.shares > 0 || a.listed ? status : launch_mend<T, C, VALUES>(a, q);
+  return whole && !a.listed ? launch_mend<T, C, VALUES>(a, q) : (int)KVL_OK;
 }
 
 template <class T, class C, class shape>
@@ -94,11 +96,8 @@ int launch_tiles(const kvl_hooked_attention_args &h, const kvl_cuda_queue *q) {
   if (status == KVL_OK && plan.counter)
     status = kvl__cuda_check(cudaMemsetAsync(plan.counter, 0, sizeof(int), q->stream));
   if (status < 0) return status;
-  const bool divides = plan.shares > 0;
-  const int64_t items = (int64_t)plan.entries * plan.lanes;
-  const int blocks = divides               ? plan.shares * plan.side
-                     : items < q->sm_count ? (int)items
-                                           : q->sm_count;
+  const bool divides = !plan.has_whole(); /* everything */
+  const int blocks = plan.blocks(q->sm_count);
   if (h.hook) {
     hook_kernel k = {"", blocks, 1, shape::THREADS, shape::SHARED_BYTES, divides};
     snprintf(k.name, sizeof k.name, "latent_%d_%s%s", shape::ROWS, type_name<T>,
