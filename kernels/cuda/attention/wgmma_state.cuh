@@ -300,12 +300,13 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
     if (a.lse) a.lse[row] = sum[i] == 0.f ? -INFINITY : (x.m[i] + log2f(sum[i])) * LN2;
   }
   /* This lane's pieces of rows begin here; -1: there is no such row. */
-  T *const out = (T *)a.out + first_row * head_dim + lane % PIECES * 8;
+  const int pieces = head_dim / 8;
+  uint4 *const out = (uint4 *)a.out + first_row * pieces + lane % PIECES;
   int to[16 / ROWS];
 #pragma unroll
   for (int j = 0; j < 16 / ROWS; j++) {
     const int row = r + next_row(j * ROWS + lane / PIECES);
-    to[j] = row < count ? w.row_from_first(a, row) * head_dim : -1;
+    to[j] = row < count ? w.row_from_first(a, row) * pieces : -1;
   }
 #pragma unroll
   for (int c = 0; c < D / COLUMNS; c++) {
@@ -326,8 +327,7 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
     for (int j = 0; j < 16 / ROWS; j++) {
       const uint4 y = load_shared(at +
                                   swizzled<PIECES>(j * ROWS + lane / PIECES, lane % PIECES));
-      if (to[j] >= 0 && c * COLUMNS + lane % PIECES * 8 < head_dim)
-        *(uint4 *)(out + to[j] + c * COLUMNS) = y;
+      if (to[j] >= 0 && c * PIECES + lane % PIECES < pieces) out[to[j] + c * PIECES] = y;
     }
   }
 }
