@@ -386,7 +386,7 @@ template <class T, class shape, class H> struct latent_many {
     low = 0, high = INT_MAX;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      sight[i] = wgmma_sight(a, *w, i ? r1 : r0);
+      sight[i] = wgmma_sight(a, *w, i ? r1 : r0, (i ? r1 : r0) / w->heads_each);
       if ((i ? r1 : r0) < w->tokens * w->heads_each)
         low = max(low, sight[i].low), high = min(high, sight[i].low + sight[i].seen - 1);
       m[i] = -INFINITY;
@@ -632,7 +632,7 @@ template <class T, class shape, class H> struct latent_few {
       w = memory.wait_work(n);
       memory.work_done(n);
       if (w.tokens == 0) return;
-      const wgmma_sight sight(a, w, 0); /* of the one token */
+      const wgmma_sight sight(a, w, 0, 0); /* of the one token */
       slope = a.alibi ? a.alibi[w.head0 + min(column, w.heads_each - 1)] * LOG2E : 0.f;
       m = -INFINITY;
       l = 0.f;
@@ -676,7 +676,7 @@ __device__ __forceinline__ void attend_latents(const kvl_paged_attention_args &a
     prefetch_map(&maps.last);
     memory.init(plan);
   }
-  ask_for_tables(a);
+  ask_for_tables<int64_t>(a);
   /* warp is the same in all lanes; the shuffle tells the compiler so. */
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
   if (warpgroup == 1 || warpgroup == 2) {

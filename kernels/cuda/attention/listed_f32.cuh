@@ -19,7 +19,7 @@ __device__ __forceinline__ void f32_listed(const kvl_paged_attention_args &a,
   const int64_t token = plan.token();
   const int group = (int)(a.heads / a.cache.kv_heads), kv_head = plan.kv_head();
   const int first = plan.subgroup() * ROWS, heads = min(group - first, ROWS);
-  const query_rows rows = {token, kv_head * group + first, short_divisor(heads), heads};
+  const query_rows rows = {token, kv_head * group + first, heads, heads};
   const int warp = threadIdx.x / WARP;
   wait_for_previous();
   const listed_keys<> keys(a, plan.block, token, kv_head);

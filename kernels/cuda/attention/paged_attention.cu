@@ -145,7 +145,7 @@ split_place decode_place(const hooked &h, int device, int sm_count) {
   const decode_kind kind = decode_kind_of(a, device);
   split_place p = {};
   const int subgroups = ceil_div(group, rows), units = a.cache.kv_heads * subgroups;
-  p.group = short_divisor(group);
+  p.group = group;
   p.rows = group < rows ? group : rows;
   p.units = divisor(units);
   p.subgroups = divisor(subgroups);

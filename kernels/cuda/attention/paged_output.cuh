@@ -5,7 +5,6 @@
 #define KVL_CUDA_PAGED_OUTPUT_CUH
 
 #include "args/attention.h"
-#include "cuda/divide.cuh"
 #include "cuda/attention/paged.cuh"
 
 namespace kvl {
@@ -14,9 +13,7 @@ namespace kvl {
  * from `head0` on, all of one KV head's group. Row r is one (token, head). */
 struct query_rows {
   int64_t token0;
-  int head0;
-  short_divisor heads_each;
-  int count;
+  int head0, heads_each, count;
   __device__ int64_t token(int r) const { return token0 + r / heads_each; }
   __device__ int head(int r) const { return head0 + r % heads_each; }
   __device__ int64_t row(const kvl_paged_attention_args &a, int r) const { /* of q */
@@ -38,8 +35,7 @@ __device__ __forceinline__ query_block find_queries(const kvl_paged_attention_ar
   query_block b;
   const int group = (int)(a.heads / a.cache.kv_heads);
   b.kv_head = blockIdx.y / subgroups;
-  const int first = blockIdx.y % subgroups * ROWS;
-  const short_divisor heads_each(min(group - first, ROWS));
+  const int first = blockIdx.y % subgroups * ROWS, heads_each = min(group - first, ROWS);
   b.tile = find_tile(a, number, max(1, ROWS / group));
   b.rows = {b.tile.token0, b.kv_head * group + first, heads_each, b.tile.tokens * heads_each};
   return b;

@@ -29,11 +29,10 @@ namespace kvl {
 
 struct split_place {
   float *out, *lse;
-  uint8_t *notes;           /* of rows to mend, or NULL: with a hook and 16-bit queries */
-  int shares, least;        /* at most so many shares, of at least so many tiles each */
-  int team_shift;           /* a team has 2^n warps */
-  short_divisor group;      /* query heads per KV head */
-  int rows;                 /* per unit; some units have fewer */
+  uint8_t *notes;    /* of rows to mend, or NULL: with a hook and 16-bit queries */
+  int shares, least; /* at most so many shares, of at least so many tiles each */
+  int team_shift;    /* a team has 2^n warps */
+  int group, rows;   /* query heads per KV head; rows per unit (some units have fewer) */
   divisor units, subgroups; /* units per sequence; per KV head */
   divisor block;            /* tokens per block */
   int most_keys;            /* the most that a sequence has: its table's room */

@@ -116,9 +116,10 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
   __device__ __forceinline__ void tell_rows() {
     __syncwarp();
     const query_rows rows = w.rows();
+    const short_divisor heads = w.heads(plan);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int r = min(i ? r1 : r0, rows.count - 1), token = r / w.heads_each;
+      const int r = min(i ? r1 : r0, rows.count - 1), token = r / heads;
       const int head = w.head0 + r - token * w.heads_each;
       wgmma_row row = {a.alibi ? a.alibi[head] * LOG2E : 0.f, w.index0 + token, head};
       if (H::ACTIVE) row.head -= w.kv_head * (int)(a.heads / a.cache.kv_heads);
@@ -146,12 +147,13 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
       __syncwarp();
     }
     if (BIASED) tell_rows();
-      /* Rows that do not exist may see anything, and need no new reference. */
+    /* Rows that do not exist may see anything, and need no new reference. */
+    const short_divisor heads = w.heads(plan);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int r = i ? r1 : r0;
       const bool has = r < w.tokens * w.heads_each;
-      const wgmma_sight sight(a, w, r);
+      const wgmma_sight sight(a, w, r, r / heads);
       if (has) low = max(low, sight.low), high = min(high, sight.low + sight.seen - 1);
       x.m[i] = has ? -INFINITY : 0.f;
       x.l[i] = 0.f;
@@ -218,7 +220,8 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
   }
   __device__ __forceinline__ void mask(int stage) {
     const int *index = memory.indices[stage];
-    const wgmma_sight sight0(a, w, r0), sight1(a, w, r1);
+    const short_divisor heads = w.heads(plan);
+    const wgmma_sight sight0(a, w, r0, r0 / heads), sight1(a, w, r1, r1 / heads);
 #pragma unroll
     for (int i = 0; i < KEYS / 2; i++) {
       const int key = index[pair + x.column(i)];
@@ -226,8 +229,8 @@ template <class T, class shape, bool BIASED, class H> struct wgmma_consumer {
     }
     if (!BIASED || !a.tree) return;
     const int length = a.lens[w.seq], tree = tree_begin(a, length), last = w.tokens - 1;
-    const int token0 = w.token0 + min(r0 / w.heads_each, last);
-    const int token1 = w.token0 + min(r1 / w.heads_each, last);
+    const int token0 = w.token0 + min(r0 / heads, last);
+    const int token1 = w.token0 + min(r1 / heads, last);
     uint64_t hidden = 0;
 #pragma unroll 4
     for (int i = 0; i < KEYS / 2; i++) {
@@ -388,7 +391,7 @@ __device__ __forceinline__ void wgmma_attention(const kvl_paged_attention_args &
     prefetch_map(&maps.rows);
     memory.init(plan, BIASED ? 1.f : a.scale * LOG2E);
   }
-  ask_for_tables(a);
+  ask_for_tables<int>(a);
   /* warp is the same in all lanes; the shuffle tells the compiler so. */
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), warpgroup = warp / 4;
   if (warp != WORK_FINDER) {

@@ -155,9 +155,12 @@ __device__ __forceinline__ int next_row(int n) { return n / 4 * 16 + n % 4; }
 
 /* ---- producers ------------------------------------------------------------------------- */
 
-/* Asks the L2 for tables and lengths: cold reads of them would be the first things to wait for. */
+/* Asks the L2 for tables and lengths: cold reads of them would be the first things to wait for.
+ * N, the type of a thread's number, decides where ptxas keeps threadIdx afterwards: an int64_t
+ * goes to local memory, and leaves a register to the warps that copy. */
+template <class N>
 __device__ __forceinline__ void ask_for_tables(const kvl_paged_attention_args &a) {
-  const int number = blockIdx.x * blockDim.x + threadIdx.x;
+  const N number = (N)blockIdx.x * blockDim.x + threadIdx.x;
   if (number < (a.seqs * a.max_blocks + 31) / 32) prefetch_l2(a.tables + number * 32);
   if (number * 32 < a.seqs) prefetch_l2(a.lens + number * 32);
   if (a.starts && number * 32 < a.seqs) prefetch_l2(a.starts + number * 32);

@@ -62,7 +62,7 @@ template <int D_, class C_ = void, wgmma_kind KIND = WGMMA_MANY> struct wgmma_sh
   static constexpr bool HAS_FEW = !BYTES || D <= 192; /* else it would be the same */
   static constexpr bool HAS_BY_ROW = !BYTES && D <= 192, BOXES = HAS_BY_ROW || PACKED;
   static_assert(!BY_ROW || HAS_BY_ROW, "no room for the copying warps");
-  static constexpr bool HAS_BIAS = !FEW && KIND != WGMMA_PLAIN;
+  static constexpr bool HAS_BIAS = !FEW && KIND != WGMMA_PLAIN; /* where calls have one */
   static constexpr bool HAS_PLAIN = KIND == WGMMA_MANY && !BYTES && (D == 96 || D == 128);
   /* With a fourth warpgroup ptxas has 128 registers, too few for a product of 256 columns.
    * While a consumer computes weights, it gives the tensor cores nothing to do: three consumers
@@ -149,16 +149,15 @@ struct wgmma_plan {
   divisor by_tile, by_block;       /* by tokens_tile and block_size */
   divisor by_subgroups, by_lanes, by_side;
   int entries;    /* tiles of tokens that there may be; some of them have no tokens */
-  int divided;    /* the first of them, whose items are divided, after the others if any */
+  int divided;    /* so many, the first ones, have items that are divided, after all others */
   uint8_t *notes; /* of rows to mend */
   /* If items stay whole: the counter from which thread blocks take their next items, 0 at
    * first (NULL: every block's items are fixed); and how many lanes are under way at once. */
   int *counter;
   int section;
-  /* Divided work: `side` lanes are processed side by side, each in at most so many shares
-   * of at least so many tiles. The partial results have `rows` query
-   * rows each: first for the shares in which an item continues, then for those in which it
-   * begins. */
+  /* Divided work: `side` lanes are processed side by side, each in at most so many shares of at
+   * least so many tiles. The partial results have `rows` query rows each: first for the shares
+   * in which an item continues, then for those in which it begins. */
   int side, shares, least, rows;
   float *out;      /* [2 * shares, side, rows, value dim] */
   float *lse;      /* [2 * shares, side, rows], in base 2 */
@@ -214,8 +213,7 @@ template <class F> __device__ __forceinline__ int warp_prefix_count(int n, F hol
  * they see. tokens 0: there is no more work. */
 struct wgmma_work {
   int token0, tokens, index0;
-  int kv_head, head0, seq, length;
-  short_divisor heads_each;
+  int kv_head, head0, heads_each, seq, length;
   int first_key; /* of tile 0; no row's window reaches further back */
   int tiles;     /* at least one, even if it has no keys */
   int part;      /* of the partial results; -1: the item is whole */
@@ -318,9 +316,8 @@ struct wgmma_work {
   __device__ query_rows rows() const {
     return {token0, head0, heads_each, tokens * heads_each};
   }
-  /* Query row r lies so many rows of q behind the first one. */
-  __device__ int row_from_first(const kvl_paged_attention_args &a, int r) const {
-    return r / heads_each * ((int)a.heads - heads_each) + r;
+  __device__ short_divisor heads(const wgmma_plan &plan) const { /* heads_each */
+    return heads_each == plan.heads.by ? plan.heads : plan.last_heads;
   }
 };
 
@@ -527,10 +524,10 @@ __device__ void each_listed(const kvl_paged_attention_args &a, const wgmma_plan 
 }
 
 /* Calls give(work) for the pieces of this thread block's share. A warp calls it, while the others
- * set up the block's memory and meet it at a barrier, unless this has `begun` already. To find the first piece takes long,
- * mostly because its instructions come from memory, so a decode step of up to 32 sequences
- * guesses: it finds the piece before it waits for earlier kernels, and again if lengths have
- * changed since. */
+ * set up the block's memory and meet it at a barrier; or later, if the block has `begun`. To find
+ * the first piece takes long, mostly because its instructions come from memory, so a decode
+ * step of up to 32 sequences guesses: it finds the piece before it waits for earlier kernels,
+ * and again if lengths have changed since. */
 template <class shape, class F>
 __device__ void each_piece(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                            bool begun, F give) {

@@ -177,8 +177,10 @@ template <class T, class shape> struct wgmma_state {
 struct wgmma_sight {
   int at, low, seen;
   wgmma_sight() = default;
-  __device__ wgmma_sight(const kvl_paged_attention_args &a, const wgmma_work &w, int r)
-      : at(w.index0 + r / w.heads_each), low(window_begin(a, at)) {
+  /* token: r / w.heads_each */
+  __device__ wgmma_sight(const kvl_paged_attention_args &a, const wgmma_work &w, int r,
+                         int token)
+      : at(w.index0 + token), low(window_begin(a, at)) {
     const int end = a.causal ? min(at + 1, w.length) : w.length;
     seen = r < w.tokens * w.heads_each ? max(0, end - low) : 0;
   }
@@ -282,6 +284,8 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
   const int lane = threadIdx.x % WARP, head_dim = a.cache.value.dim;
   const int count = w.tokens * w.heads_each;
   const int64_t first_row = w.token0 * a.heads + w.head0;
+  const short_divisor heads = w.heads(plan);
+  auto from_first = [&](int r_) { return r_ / heads * ((int)a.heads - heads) + r_; };
   const float v_scale = value_scale<shape>(a, w);
   float sum[2], scale[2];
 #pragma unroll
@@ -294,7 +298,7 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int own = r + next_row(lane / 4) + SECOND_ROW * i;
-    const int64_t row = first_row + w.row_from_first(a, own);
+    const int64_t row = first_row + from_first(own);
     if (lane % 4 || own >= count) continue;
     plan.notes[row] = mends[i];
     if (a.lse) a.lse[row] = sum[i] == 0.f ? -INFINITY : (x.m[i] + log2f(sum[i])) * LN2;
@@ -306,7 +310,7 @@ __device__ __forceinline__ void write_plain_rows(const kvl_paged_attention_args 
 #pragma unroll
   for (int j = 0; j < 16 / ROWS; j++) {
     const int row = r + next_row(j * ROWS + lane / PIECES);
-    to[j] = row < count ? w.row_from_first(a, row) * pieces : -1;
+    to[j] = row < count ? from_first(row) * pieces : -1;
   }
 #pragma unroll
   for (int c = 0; c < D / COLUMNS; c++) {
@@ -378,7 +382,7 @@ __device__ __forceinline__ void scores_again(const kvl_paged_attention_args &a,
     const int key = w.first_key + tile * shape::KEYS + i / 4 * 8 + pair + (i & 1);
     const int entry = key / block_size, token = key - entry * block_size;
     const wgmma_key at(a, w, entry, token);
-    const wgmma_sight sight(a, w, r);
+    const wgmma_sight sight(a, w, r, r / w.heads_each);
     const int own = min(r, rows.count - 1), length = a.lens[w.seq];
     const C *k = (const C *)((const char *)a.cache.memory +
                              kvl__row_at(&a.cache, &a.cache.key, max(at.physical, 0),
