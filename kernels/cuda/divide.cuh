@@ -26,14 +26,12 @@ struct short_divisor {
   int by;
   uint32_t factor; /* 2^31 / n, rounded up */
   short_divisor() = default;
-  __host__ __device__ explicit short_divisor(int n)
-      : by(n), factor(((1u << 31) + n - 1) / n) {}
+  explicit short_divisor(int n) : by(n), factor(((1u << 31) + n - 1) / n) {}
   __host__ __device__ operator int() const { return by; }
 };
 __device__ __forceinline__ int operator/(int x, short_divisor n) {
   return __umulhi(2 * x + 1, n.factor);
 }
-__device__ __forceinline__ int operator%(int x, short_divisor n) { return x - x / n * n.by; }
 
 /* Integers >= 0 by any divisor. Most fit 32 bits, whose division is several times as fast. */
 __device__ __forceinline__ int64_t quotient_of(int64_t a, int b) {

@@ -49,8 +49,8 @@
  *           2 ... 32 tokens over 1 x 128K 140 to 149 us (1416), 128 tokens 390 us
  *           17 ... 64 heads a KV head, 16 x 8K 3660 to 3820 GB/s
  *           notes/20261122-wgmma.md has the versions
- *           2026-11-30, with three consumers, in the bench: causal 4K 627, 16K 678, 32K 706,
- *           4K x 32K 734 (before: 595, 640, 655, 655); notes/20261130-prefill.md
+ *           2026-11-30, with three consumers, P5 alone: causal 4K 593 to 625, 16K 678, 32K
+ *           706, 4K x 32K 734 (before: 595, 640, 655, 655); notes/20261130-prefill.md
  * Source    Shah et al. 2024 (FlashAttention-3): warp specialisation, softmax under P V;
  *           Dao et al. 2022: online softmax; Osama et al. 2023: stream-K. Results do not depend
  *           on thread timing.

@@ -138,8 +138,8 @@ size_t place_parts(const kvl_paged_attention_args &a, wgmma_plan &plan, char *at
          (size_t)plan.divided * plan.lanes * sizeof(wgmma_cut);
 }
 
-/* How many entries to divide after rounds of whole items: those that whole rounds leave, if most
- * SMs would wait for them, 3% of the time or more. 0 if items may differ much in length, for
+/* How many entries to divide after rounds of whole items: those that are left over, if SMs would
+ * otherwise have no work for 3% of the time or more. 0 if items may differ much in length, for
  * then the last ones are short. */
 inline int entries_left(const kvl_paged_attention_args &a, const wgmma_plan &plan,
                         int64_t busy, int64_t room, int sm_count) {
@@ -165,9 +165,8 @@ size_t plan_wgmma(const kvl_paged_attention_args &a, bool hooked, int device, in
   /* A consumer without rows would take part of the tensor cores' time. Few rows without a bias
    * wait for memory. */
   const bool narrows = !shape::LATENTS && (hooked || wgmma_biased(a));
-  while (plan.consumers > 1 && plan.heads <= most_rows - 64 &&
-         (most_rows / plan.heads.by * plan.heads <= most_rows - 64 ||
-          (narrows && few_rows(a, most_rows - 64))))
+  while (plan.consumers > 1 && (most_rows / plan.heads.by * plan.heads <= most_rows - 64 ||
+                                (narrows && few_rows(a, most_rows - 64))))
     plan.consumers--, most_rows -= 64;
   plan.by_block = divisor(a.cache.block_size);
   /* A box lies in one share. */

@@ -149,7 +149,7 @@ struct wgmma_plan {
   divisor by_tile, by_block;       /* by tokens_tile and block_size */
   divisor by_subgroups, by_lanes, by_side;
   int entries;    /* tiles of tokens that there may be; some of them have no tokens */
-  int divided;    /* so many, the first ones, have items that are divided, after all others */
+  int divided;    /* the first so many entries; their items are divided, after all others */
   uint8_t *notes; /* of rows to mend */
   /* If items stay whole: the counter from which thread blocks take their next items, 0 at
    * first (NULL: every block's items are fixed); and how many lanes are under way at once. */
